@@ -4,6 +4,7 @@ Shape letters: ``B`` rows of a (micro-)batch, ``L`` tokens of a row, ``D`` width
 ``N`` tokens of a flattened batch (``N = B * L``), ``A`` micro-batches of one optimizer step.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,6 +33,18 @@ class Batch:
     """Which packed document the token belongs to, from 1; 0 is padding. No attention crosses segments."""
 
 
+@dataclass(frozen=True)
+class LogitTransform:
+    """What happens between ``hidden @ unembed.T`` and the logits. Known when the program is compiled."""
+
+    vocab_size: int
+    """Rows of the whole unembedding that are real tokens; rows from here on are padding and get no probability."""
+    logit_scale: float = 1.0
+    """Cohere's and Granite's factor on the logits."""
+    softcap: float | None = None
+    """Gemma 2's ``cap * tanh(logits / cap)``, applied last."""
+
+
 @struct.dataclass
 class Unembedded:
     """What a model hands to a head instead of logits: ``logits = transform(hidden @ unembed.T)``.
@@ -41,12 +54,7 @@ class Unembedded:
 
     hidden: Float[Array, "*N D"]
     unembed: Float[Array, "V D"]
-    vocab_size: int = struct.field(pytree_node=False)
-    """Rows of the whole unembedding that are real tokens; rows from here on are padding and get no probability."""
-    softcap: float | None = struct.field(pytree_node=False, default=None)
-    """Gemma 2's ``cap * tanh(logits / cap)``, or None."""
-    logit_scale: float = struct.field(pytree_node=False, default=1.0)
-    """Cohere's and Granite's factor on the logits, applied before the cap."""
+    transform: LogitTransform = struct.field(pytree_node=False)
 
 
 @struct.dataclass

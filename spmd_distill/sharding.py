@@ -1,0 +1,275 @@
+"""Mesh layouts: which device holds which slice of what.
+
+A layout is a YAML file: the sizes of the mesh axes, and rules from logical axes (what a dimension of an array *means*)
+to mesh axes. Everything else about sharding is derived from it. This is the only file that writes a `PartitionSpec`.
+
+Mesh axes: ``data`` (rows of the batch; with the rule ``embed: data`` also a slice of every parameter, FSDP), ``model``
+(tensor parallel) and, if a layout wants it, ``replica`` (data parallel across slices or pods, parameters copied).
+"""
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from spmd_distill.errors import UserError
+
+LOGICAL_AXES: dict[str, tuple[str, ...]] = {
+    "batch": ("replica", "data"),
+    "length": ("model",),
+    "embed": ("data",),
+    "act_embed": (),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "head_dim": (),
+    "mlp": ("model",),
+    "vocab": ("model",),
+    "layers": (),
+}
+"""Every logical axis, and the mesh axes that a rule may give it."""
+
+MESH_AXES = ("replica", "data", "model")
+TENSOR_PARALLEL = ("heads", "kv_heads", "mlp", "vocab")
+WHOLE_IF_UNEVEN = ("heads", "kv_heads")
+"""Axes stored whole where their size does not divide: each shard then takes its own heads out of the whole array."""
+
+Spec = PartitionSpec
+Specs = Any
+"""A pytree of `PartitionSpec`, or a prefix of one."""
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """The axes of a device mesh and the rules that place logical axes on them."""
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> "MeshLayout":
+        """Read a built-in layout by name (``dp2_tp4``) or anybody's by path (``my/pod.yaml``).
+
+        Raises `UserError` for an unknown name, a file that is not such YAML, and every misuse that `validate` knows.
+        """
+        path = Path(name_or_path)
+        if path.suffix not in (".yaml", ".yml"):
+            path = layouts_folder() / f"{name_or_path}.yaml"
+            if not path.is_file():
+                near = difflib.get_close_matches(str(name_or_path), layout_names(), n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise UserError(
+                    f"No mesh layout is called {str(name_or_path)!r}.{hint} Built in: {', '.join(layout_names())}; "
+                    f"your own is given by its path, ending in .yaml."
+                )
+        try:
+            content = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise UserError(f"The mesh layout {path} cannot be read: {error.strerror}.") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"The mesh layout {path} is not YAML: {error}") from error
+        return cls.from_dict(content, name=path.stem)
+
+    @classmethod
+    def from_dict(cls, content: Any, name: str) -> "MeshLayout":
+        """Build and validate a layout from ``{"axes": {axis: size}, "rules": {logical axis: mesh axis or list}}``."""
+        if not isinstance(content, Mapping) or set(content) != {"axes", "rules"}:
+            found = ", ".join(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
+            raise UserError(f"Mesh layout {name!r}: expected the keys axes and rules, found {found}.")
+        if not all(isinstance(content[key], Mapping) for key in ("axes", "rules")):
+            raise UserError(f"Mesh layout {name!r}: axes and rules must each be a mapping.")
+        for axis, size in content["axes"].items():
+            if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+                raise UserError(
+                    f"Mesh layout {name!r}: axis {axis!r} has size {size!r}; a positive integer was expected, or -1 "
+                    f"for all devices that the other axes leave."
+                )
+        rules = {k: (v,) if isinstance(v, str) else tuple(v or ()) for k, v in content["rules"].items()}
+        layout = cls(name, tuple(content["axes"].items()), tuple(rules.items()))
+        layout.validate()
+        return layout
+
+    def validate(self) -> None:
+        """Raise `UserError` for every way in which axes and rules do not make a layout."""
+        sizes, rules, where = self.sizes, dict(self.rules), f"Mesh layout {self.name!r}"
+        if unknown := [a for a in sizes if a not in MESH_AXES]:
+            raise UserError(f"{where}: unknown mesh axis {unknown[0]!r}; known are {', '.join(MESH_AXES)}.")
+        if missing := [a for a in ("data", "model") if a not in sizes]:
+            raise UserError(f"{where}: axis {missing[0]!r} is missing; give it size 1 if it is not wanted.")
+        if list(sizes.values()).count(-1) > 1:
+            raise UserError(f"{where}: only one axis may have size -1, found {sizes}.")
+        for logical, mesh_axes in rules.items():
+            if logical not in LOGICAL_AXES:
+                near = difflib.get_close_matches(logical, LOGICAL_AXES, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise UserError(
+                    f"{where}: unknown logical axis {logical!r}.{hint} Known are {', '.join(LOGICAL_AXES)}."
+                )
+            for axis in mesh_axes:
+                if axis not in sizes:
+                    raise UserError(
+                        f"{where}: the rule {logical}: {axis} names a mesh axis that is not among axes "
+                        f"({', '.join(sizes)})."
+                    )
+                if axis not in LOGICAL_AXES[logical]:
+                    allowed = ", ".join(LOGICAL_AXES[logical]) or "nothing: it is always whole"
+                    raise UserError(f"{where}: {logical!r} cannot lie on {axis!r}; it may lie on {allowed}.")
+            if len(set(mesh_axes)) < len(mesh_axes):
+                raise UserError(f"{where}: the rule for {logical!r} uses a mesh axis twice: {list(mesh_axes)}.")
+        used = {axis for mesh_axes in rules.values() for axis in mesh_axes}
+        if idle := [a for a, n in sizes.items() if n != 1 and a not in used]:
+            raise UserError(
+                f"{where}: no rule uses the mesh axis {idle[0]!r} of size {sizes[idle[0]]}: its devices would only "
+                f"repeat each other's work. Add a rule for it or give it size 1."
+            )
+        if absent := [a for a, n in sizes.items() if a != "model" and n != 1 and a not in rules.get("batch", ())]:
+            raise UserError(f"{where}: the rows of the batch must lie on {absent[0]!r}; add it to the rule batch.")
+        if sizes["model"] != 1 and (whole := [a for a in TENSOR_PARALLEL if rules.get(a) != ("model",)]):
+            raise UserError(
+                f"{where}: axis model has size {sizes['model']}, so {', '.join(TENSOR_PARALLEL)} must all lie on it; "
+                f"the rule {whole[0]}: model is missing."
+            )
+
+    # -- what it says ---------------------------------------------------------------------------------------------
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis -> number of shards along it, in mesh order."""
+        return dict(self.axes)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The mesh axes, in mesh order."""
+        return tuple(self.sizes)
+
+    @property
+    def device_count(self) -> int:
+        """Devices the layout spans; an axis of size -1 counts as 1 until `resolve`."""
+        return math.prod(max(n, 1) for n in self.sizes.values())
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes that rows of the batch are spread over."""
+        return dict(self.rules).get("batch", ())
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many shards the rows of a batch are cut."""
+        return math.prod(self.sizes[a] for a in self.batch_axes)
+
+    @property
+    def fsdp_axis(self) -> str | None:
+        """The mesh axis parameters are sharded over along ``embed``, if any."""
+        return next(iter(dict(self.rules).get("embed", ())), None)
+
+    @property
+    def sequence_sharded(self) -> bool:
+        """Whether activations between blocks are sharded along the sequence (rule ``length: model``)."""
+        return dict(self.rules).get("length", ()) == ("model",)
+
+    def resolve(self, devices: int) -> "MeshLayout":
+        """Fill in an axis of size -1 for ``devices`` devices; raise `UserError` where the layout does not fit them."""
+        if -1 in self.sizes.values():
+            rest, left = divmod(devices, self.device_count)
+            if left or not rest:
+                raise UserError(
+                    f"Mesh layout {self.name!r}: its axes {self.sizes} do not divide the {devices} devices found."
+                )
+            return replace(self, axes=tuple((a, rest if n == -1 else n) for a, n in self.axes))
+        if self.device_count > devices:
+            raise UserError(
+                f"Mesh layout {self.name!r} spans {self.device_count} devices ({self.sizes}), but {devices} were "
+                f"found. Choose a smaller layout ({', '.join(layout_names(devices))}) or, to simulate devices on a "
+                f"CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={self.device_count} before jax starts."
+            )
+        return self
+
+    def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """Build the device mesh out of the first devices found, or of those given."""
+        devices = list(jax.devices() if devices is None else devices)
+        layout = self.resolve(len(devices))
+        return jax.make_mesh(
+            tuple(layout.sizes.values()),
+            layout.axis_names,
+            axis_types=(AxisType.Auto,) * len(layout.sizes),
+            devices=devices[: layout.device_count],
+        )
+
+    def spec(self, logical: Sequence[str | None], shape: Sequence[int] | None = None, name: str = "array") -> Spec:
+        """Place an array whose dimensions have these logical axes (None: always whole).
+
+        With ``shape`` given, raise `UserError` where a dimension does not divide; heads are stored whole instead.
+        """
+        rules, entries, seen = dict(self.rules), [], {}
+        for i, axis in enumerate(logical):
+            mesh_axes = rules.get(axis, ()) if axis is not None else ()
+            if shape is not None and mesh_axes:
+                shards = math.prod(self.sizes[a] for a in mesh_axes)
+                if shape[i] % shards:
+                    if axis not in WHOLE_IF_UNEVEN:
+                        raise UserError(
+                            f"{name}: dimension {i} ({axis}) has size {shape[i]}, which mesh layout {self.name!r} "
+                            f"cannot cut into {shards} equal shards over {' x '.join(mesh_axes)}. Choose a layout "
+                            f"whose axis divides it, or another size."
+                        )
+                    mesh_axes = ()
+            for mesh_axis in mesh_axes:
+                if mesh_axis in seen:
+                    raise UserError(
+                        f"{name}: mesh layout {self.name!r} puts both {seen[mesh_axis]} and {axis} on mesh axis "
+                        f"{mesh_axis!r}; one array can use an axis once."
+                    )
+                seen[mesh_axis] = axis
+            entries.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
+        return PartitionSpec(*entries)
+
+
+REPLICATED: Spec = PartitionSpec()
+"""Whole on every device."""
+
+
+def layouts_folder() -> Path:
+    """Where the built-in layouts lie: in an installed wheel inside the package, in a checkout beside it."""
+    installed = Path(str(resources.files("spmd_distill"))) / "meshes"
+    return installed if installed.is_dir() else Path(__file__).resolve().parent.parent / "meshes"
+
+
+def layout_names(devices: int | None = None) -> list[str]:
+    """Names of the built-in layouts, sorted; with ``devices``, only those that fit so many devices exactly or less."""
+    names = sorted(p.stem for p in layouts_folder().glob("*.yaml"))
+    return [n for n in names if devices is None or MeshLayout.load(n).device_count <= devices]
+
+
+def spec_axes(spec: Spec, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each of ``ndim`` dimensions, as tuples."""
+    entries = tuple(spec) + (None,) * (ndim - len(spec))
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+
+
+def sharded_axes(spec: Spec) -> frozenset[str]:
+    """All mesh axes that a spec uses."""
+    return frozenset(axis for axes in spec_axes(spec, len(spec)) for axis in axes)
+
+
+def without_leading(spec: Spec) -> Spec:
+    """The spec of one slice along the first dimension (a layer out of stacked layers)."""
+    return PartitionSpec(*tuple(spec)[1:])
+
+
+def is_spec(x: Any) -> bool:
+    """For `jax.tree.map(..., is_leaf=is_spec)` over trees of specs."""
+    return isinstance(x, PartitionSpec)
+
+
+def named(mesh: Mesh, specs: Specs) -> Any:
+    """Turn a tree of specs into a tree of `NamedSharding` over ``mesh``."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
