@@ -1,0 +1,292 @@
+"""One text tokenizer for teachers and students, from a Hugging Face folder or rebuilt from a GGUF file.
+
+A GGUF file holds vocabulary, merges and token kinds, but only the NAME of the rule that splits text before
+the merges. The rule changes the ids (``smollm`` splits every digit off), so a name without a known rule is
+refused.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from spmd_distill.errors import UserError
+from spmd_distill.interop.chat import render_chat
+from spmd_distill.interop.gguf import GGUF
+from spmd_distill.interop.huggingface import listing, read_json
+
+_ROLES = ("bos", "eos", "pad", "unk")
+
+
+class TextTokenizer:
+    """Text to token ids and back, with the special tokens and the chat template of its model.
+
+    Args:
+        tokenizer: The tokenizer itself. Its truncation and padding are switched off: neither may shorten or
+            lengthen training text unseen.
+        roles: ``bos``, ``eos``, ``pad``, ``unk`` -> token string; what a model lacks is left out.
+        chat_template: Jinja source, or None.
+        source: Where it comes from, for error messages.
+
+    Raises:
+        UserError: A role names a token that the vocabulary does not have.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        roles: Mapping[str, str],
+        chat_template: str | None = None,
+        source: str = "tokenizer",
+    ):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._roles = {role: roles[role] for role in _ROLES if role in roles}
+        self.chat_template = chat_template
+        self.source = source
+        for role, token in self._roles.items():
+            if tokenizer.token_to_id(token) is None:
+                raise UserError(
+                    f"{source}: its {role} token {token!r} is not in its vocabulary of "
+                    f"{tokenizer.get_vocab_size()} tokens. Use tokenizer files that belong together."
+                )
+        self._ids = tokenizer.get_vocab(with_added_tokens=True)
+        self._vocab_size = max(self._ids.values(), default=-1) + 1
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:
+        """Return the ids of a text, int32 ``[tokens]``. Special tokens spelled out in it become those tokens.
+
+        ``add_special_tokens`` adds what the model's own rule puts around a text (a BOS, for some). Raises
+        `UserError` for text that has no UTF-8 form.
+        """
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: list[str], *, add_special_tokens: bool = False) -> list[np.ndarray]:
+        """Return the ids of many texts, on all cores. Many short texts are far faster than one long one."""
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except TypeError:  # what the library says of lone surrogates
+            for row, text in enumerate(texts):
+                if not isinstance(text, str):
+                    raise
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    raise UserError(
+                        f"text {row}: character {error.start} is the lone surrogate {text[error.start]!r}, "
+                        "expected text that has a UTF-8 form. Read the file as UTF-8 with errors='replace'."
+                    ) from None
+            raise
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
+        """Return the text of ids ``[tokens]``. A character of which only some bytes are there becomes U+FFFD.
+
+        Raises `UserError` for an id outside of the vocabulary, which the library beneath would drop.
+        """
+        ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+        wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+        if wrong.size:
+            raise UserError(
+                f"{self.source}: cannot decode id {ids[wrong[0]]} at position {wrong[0]}, expected ids of 0 "
+                f"to {self.vocab_size - 1}. The ids belong to another tokenizer."
+            )
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id plus one: the rows that an embedding needs. The model's may be padded to more."""
+        return self._vocab_size
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token string and its id. Byte-level tokenizers write a byte as a character, a space as Ġ."""
+        return dict(self._ids)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The control tokens and their ids, by id."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in sorted(added.items()) if token.special}
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id that begins a text, or None."""
+        return self._id("bos")
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a text or a chat turn, or None."""
+        return self._id("eos")
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id of padding, or None. It may equal `eos_id`: never tell padding by its id."""
+        return self._id("pad")
+
+    def apply_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Write a conversation as the text that the model was trained on.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` in order.
+            add_generation_prompt: End with what opens the assistant's answer.
+
+        Raises:
+            UserError: There is no chat template, or it refuses the messages.
+        """
+        if self.chat_template is None:
+            raise UserError(
+                f"{self.source}: has no chat template, expected one for a conversation. Use the instruct "
+                "version of the model, set `chat_template`, or give plain text."
+            )
+        tokens = {f"{role}_token": token for role, token in self._roles.items()}
+        return render_chat(self.chat_template, messages, add_generation_prompt, tokens, self.source)
+
+    def fingerprint(self) -> str:
+        """Return the sha256 (hex) of everything that decides the ids of a text.
+
+        That is: vocabulary, merges, added tokens, normaliser and pre-tokenizer. Two tokenizers of one
+        fingerprint give the same ids; it survives `save`.
+        """
+        whole = json.loads(self._tokenizer.to_str())
+        vocabulary = whole["model"]["vocab"]  # a list with scores for some kinds, whose order matters
+        parts = [
+            sorted(vocabulary.items()) if isinstance(vocabulary, dict) else vocabulary,
+            whole["model"].get("merges"),
+            [[token["id"], token["content"], token["special"]] for token in whole["added_tokens"]],
+            whole["normalizer"],
+            whole["pre_tokenizer"],
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` into an existing folder."""
+        settings: dict[str, Any] = {f"{role}_token": token for role, token in self._roles.items()}
+        settings |= {"clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        Path(folder, "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+        Path(folder, "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return f"TextTokenizer({self.vocab_size} tokens of {self.source})"
+
+    def _id(self, role: str) -> int | None:
+        return self._ids.get(self._roles[role]) if role in self._roles else None
+
+
+def tokenizer_from_folder(folder: str | os.PathLike[str]) -> TextTokenizer:
+    """Read ``tokenizer.json``, ``tokenizer_config.json`` and, where there is one, ``chat_template.jinja``.
+
+    Raises `UserError` naming the file that is missing or malformed.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder, expected one with tokenizer.json. Check the path.")
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise UserError(
+            f"{path}: no such file; the folder holds {listing(folder)}. Load the tokenizer with transformers "
+            "once and call save_pretrained(folder), which writes it."
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower type
+        raise UserError(
+            f"{path}: is not a tokenizer ({error}), expected a tokenizers JSON. Fetch it again."
+        ) from None
+    settings = read_json(folder / "tokenizer_config.json")
+    roles = {}
+    for role in _ROLES:
+        token = settings.get(f"{role}_token")
+        if token is not None:
+            roles[role] = token["content"] if isinstance(token, dict) else token
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named ones, as older releases wrote
+        template = {item["name"]: item["template"] for item in template}.get("default")
+    beside = folder / "chat_template.jinja"
+    if beside.exists():
+        template = beside.read_text(encoding="utf-8")
+    return TextTokenizer(tokenizer, roles, template, str(folder))
+
+
+def tokenizer_from_gguf(gguf: GGUF) -> TextTokenizer:
+    """Rebuild the byte-level BPE tokenizer of a GGUF file, exact to the id.
+
+    Raises `UserError` for another kind of tokenizer, for a pre-tokenizer whose rule is not known here (naming
+    the known ones), and for vocabulary or merges that contradict each other.
+    """
+    kind = gguf.get("tokenizer.ggml.model", str)
+    if kind != "gpt2":
+        raise UserError(
+            f"{gguf.path}: its tokenizer is {kind!r}, supported is 'gpt2' (byte-level BPE). {_FOLDER}"
+        )
+    rule = gguf.get("tokenizer.ggml.pre", str, "default")
+    if rule not in _SPLITTERS:
+        raise UserError(
+            f"{gguf.path}: its pre-tokenizer is {rule!r}, supported are {', '.join(sorted(_SPLITTERS))}; "
+            f"another rule would give other ids. {_FOLDER}"
+        )
+    tokens = gguf.get("tokenizer.ggml.tokens", list)
+    tokenizer = Tokenizer(_bpe(gguf, tokens))
+    tokenizer.pre_tokenizer = _SPLITTERS[rule]()
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = gguf.get("tokenizer.ggml.token_type", list, [])
+    for token, code in zip(tokens, kinds, strict=False):
+        if code == _CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif code == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+    roles = {}
+    for role, key in zip(_ROLES, ("bos", "eos", "padding", "unknown"), strict=True):
+        number = gguf.get(f"tokenizer.ggml.{key}_token_id", int, None)
+        if number is not None and not 0 <= number < len(tokens):
+            raise UserError(
+                f"{gguf.path}: its {role} token has id {number}, expected less than {len(tokens)}. Convert "
+                "it again."
+            )
+        if number is not None:
+            roles[role] = tokens[number]
+    if gguf.get("tokenizer.ggml.add_bos_token", bool, False) and "bos" in roles:
+        bos = roles["bos"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
+        )
+    return TextTokenizer(tokenizer, roles, gguf.get("tokenizer.chat_template", str, None), str(gguf.path))
+
+
+def _bpe(gguf: GGUF, tokens: list[str]) -> models.BPE:
+    merges = [tuple(merge.split(" ")) for merge in gguf.get("tokenizer.ggml.merges", list)]
+    ids = {token: number for number, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        twice = next(token for number, token in enumerate(tokens) if ids[token] != number)
+        raise UserError(
+            f"{gguf.path}: token {twice!r} is there twice, expected once. Fetch or convert the file again."
+        )
+    for rank, merge in enumerate(merges):
+        if len(merge) != 2 or not {*merge, "".join(merge)} <= ids.keys():
+            raise UserError(
+                f"{gguf.path}: merge {rank} is {' '.join(merge)!r}, expected two tokens of the vocabulary "
+                "that make a third. Fetch or convert the file again."
+            )
+    return models.BPE(vocab=ids, merges=merges)
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _smollm() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+_SPLITTERS = {"default": _gpt2, "gpt-2": _gpt2, "smollm": _smollm}
+_CONTROL, _USER_DEFINED = 3, 4  # kinds of token, in llama.cpp's numbering
+_FOLDER = "Give the model's Hugging Face folder (tokenizer.json) instead."
