@@ -1,0 +1,173 @@
+"""The run folder: a new run never lands on an old one, and no file in it is ever half written."""
+
+import enum
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+from spmd_distill.errors import UserError
+from spmd_distill.runfolder import RunFolder, environment
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def test_create_then_open(tmp_path):
+    run = RunFolder.create(tmp_path / "deep" / "run")
+    assert os.listdir(run) == []
+    run.write_config({"steps": 10})
+    again = RunFolder.open(str(tmp_path / "deep" / "run"))
+    assert again.read_config() == {"steps": 10}
+    where = {
+        name: getattr(again, name).relative_to(again.path).as_posix()
+        for name in ("config", "checkpoints", "student", "metrics", "curves")
+    }
+    assert where == {
+        "config": "config.yaml",
+        "checkpoints": "checkpoints",
+        "student": "student",
+        "metrics": "metrics.jsonl",
+        "curves": "curves.png",
+    }
+    assert sorted(os.listdir(run)) == ["config.yaml"]
+
+
+def test_create_takes_an_empty_folder_and_a_relative_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert RunFolder.create("empty").path == tmp_path / "empty"
+
+
+def test_create_refuses_what_is_there_and_leaves_it_alone(tmp_path):
+    run = RunFolder.create(tmp_path / "run")
+    run.write_config({"steps": 10})
+    with pytest.raises(UserError, match=r"run: .* found config\.yaml; take --run OTHER, or resume"):
+        RunFolder.create(tmp_path / "run")
+    for number in range(8):
+        (tmp_path / f"file{number}").write_text("mine")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(UserError, match=r"found file0, file1, .*, file5 and 3 more; take --run OTHER$"):
+        RunFolder.create(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_create_where_a_file_is(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below" / "run"):
+        with pytest.raises(
+            UserError, match=f"run folder {path}: found a file at {tmp_path}/file, expected a folder"
+        ):
+            RunFolder.create(path)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /sys, which nobody may write")
+def test_create_where_nobody_may_write():
+    with pytest.raises(
+        UserError, match=r"cannot write /sys/kernel/run: .*; free some space, or take --run OTHER"
+    ):
+        RunFolder.create("/sys/kernel/run")
+
+
+def test_create_in_a_folder_that_takes_no_files(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(UserError, match=r"cannot write .*run: Read-only file system"):
+        RunFolder.create(tmp_path / "run")
+
+
+def test_urls_are_refused():
+    for name in (RunFolder.create, RunFolder.open, RunFolder):
+        with pytest.raises(UserError, match="gs://bucket/run: found a URL"):
+            name("gs://bucket/run")
+
+
+def test_open_what_is_no_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, found in (("none", "nothing there"), ("file", "a file"), (".", "no config.yaml")):
+        with pytest.raises(UserError, match=f"found {found}"):
+            RunFolder.open(tmp_path / path)
+
+
+def test_config_keeps_order_and_values(tmp_path):
+    config = {
+        "zeta": 1e-5,
+        "alpha": {"betas": (0.9, np.float64(0.95)), "path": Path("a/b"), "colour": Colour.RED},
+        "steps": np.int32(7),
+        "scale": jnp.float32(0.5),
+        "nothing": None,
+        "name": "ünïcode: yes",
+    }
+    run = RunFolder.create(tmp_path / "run")
+    run.write_config(config)
+    text = run.config.read_text()
+    assert [line.split(":")[0] for line in text.splitlines() if line[0] not in " -"] == list(config)
+    assert (
+        yaml.safe_load(text)
+        == run.read_config()
+        == {
+            "zeta": 1e-5,
+            "alpha": {"betas": [0.9, 0.95], "path": "a/b", "colour": "red"},
+            "steps": 7,
+            "scale": 0.5,
+            "nothing": None,
+            "name": "ünïcode: yes",
+        }
+    )
+    with pytest.raises(TypeError, match=r"alpha\.betas\[1\]: object has no place"):
+        run.write_config({"alpha": {"betas": [1, object()]}})
+    assert run.config.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "text, said", [("a: [", "cannot be read"), ("- a", "found list"), ("", "found NoneType")]
+)
+def test_config_that_is_none(tmp_path, text, said):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=said):
+        RunFolder.open(tmp_path).read_config()
+
+
+def test_write_json(tmp_path):
+    run = RunFolder.create(tmp_path / "run")
+    run.write_json("results.json", {"kl": np.float32(0.5), "worse": [float("nan"), float("inf")], "n": 3})
+    found = json.loads((run.path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"kl": 0.5, "worse": [None, None], "n": 3}
+    run.write_json("results.json", [1])
+    assert json.loads((run.path / "results.json").read_text()) == [1]
+    assert os.listdir(run) == ["results.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    run = RunFolder.create(tmp_path / "run")
+    run.write_json("results.json", {"old": 1})
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .*results\.json: No space left on device"):
+        run.write_json("results.json", {"new": 2})
+    assert json.loads((run.path / "results.json").read_text()) == {"old": 1}
+    assert os.listdir(run) == ["results.json"]
+
+
+def test_environment():
+    found = environment()
+    assert found["jax"] == jax.__version__
+    assert found["python"] == platform.python_version()
+    assert found["devices"] == len(found["device_list"]) == jax.device_count()
+    assert set(found) >= {"jaxlib", "flax", "optax", "orbax", "spmd_distill", "platform", "device_kind"}
+    json.dumps(found)
