@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 from rich.table import Table
 from tensorboardX.proto import event_pb2, summary_pb2
@@ -78,7 +78,7 @@ class MetricWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, step: int, values: Mapping[str, float], prefix: Split) -> None:
+    def write(self, step: int, values: Mapping[str, SupportsFloat], prefix: Split) -> None:
         """Write one line, flushed to the file, and one TensorBoard scalar a value, named ``prefix/name``.
 
         Args:

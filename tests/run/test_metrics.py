@@ -5,6 +5,7 @@ import json
 import math
 import sys
 
+import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_lines_and_scalars(tmp_path):
     with MetricWriter(tmp_path) as writer:
         writer.write(1, ALL, "train")
         text = (tmp_path / "metrics.jsonl").read_text()  # flushed before the file is closed
-        writer.write(2, {"kl": np.float32(0.1)}, "eval")
+        writer.write(2, {"kl": np.float32(0.1), "top1": jnp.float32(0.5)}, "eval")
     first = json.loads(text)
     seconds = first.pop("seconds")
     assert 0 <= seconds < 60
@@ -55,10 +56,10 @@ def test_lines_and_scalars(tmp_path):
     lines = read_metrics(tmp_path)
     assert [(line.step, line.split) for line in lines] == [(1, "train"), (2, "eval")]
     assert lines[0].values == ALL
-    assert lines[1].values == {"kl": float(np.float32(0.1))}  # to the last bit
+    assert lines[1].values == {"kl": float(np.float32(0.1)), "top1": 0.5}  # to the last bit
     scalars, purged = board(tmp_path)
     assert purged == []
-    assert {tag for tag, *_ in scalars} == {f"train/{name}" for name in ALL} | {"eval/kl"}
+    assert {tag for tag, *_ in scalars} == {f"train/{name}" for name in ALL} | {"eval/kl", "eval/top1"}
     assert ("train/kl", 1, 0.5) in scalars and ("eval/kl", 2, np.float32(0.1)) in scalars
 
 
@@ -160,7 +161,7 @@ def test_names_that_are_taken(tmp_path):
     with MetricWriter(tmp_path) as writer:
         with pytest.raises(AssertionError):
             writer.write(1, {"seconds": 1.0}, "train")
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, TypeError)):  # the second where types are checked at run time
             writer.write(1, {"kl": 1.0}, "test")  # pyright: ignore
 
 
