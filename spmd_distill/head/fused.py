@@ -143,7 +143,9 @@ def _walk(program: _Program, with_gradients: bool, *arrays: jax.Array):
         rows = lax.dynamic_slice_in_dim(rows_of, i * chunk, chunk)
         live = i * chunk + jnp.arange(chunk) < valid
         x_s, x_t = (jnp.where(live[:, None], h[rows], 0) for h in (h_s, h_t))
-        more, dz = _chunk(program, with_gradients, x_s, w_s, x_t, w_t, labels[rows], live, weights, temperatures)
+        more, dz = _chunk(
+            program, with_gradients, x_s, w_s, x_t, w_t, labels[rows], live, weights, temperatures
+        )
         if with_gradients:
             dz = dz.astype(x_s.dtype)
             dx = lax.dot(dz, w_s.astype(dz.dtype), preferred_element_type=acc)

@@ -33,7 +33,10 @@ class ReferenceHead(AbstractHead):
         batch_axes: tuple[str, ...] = (),
     ) -> HeadOutput:
         """See `AbstractHead`."""
-        logits_s, logits_t = self._logits(student, mask, axis), lax.stop_gradient(self._logits(teacher, mask, axis))
+        logits_s, logits_t = (
+            self._logits(student, mask, axis),
+            lax.stop_gradient(self._logits(teacher, mask, axis)),
+        )
 
         def total(values: jax.Array) -> jax.Array:
             return jnp.sum(jnp.where(mask, values, 0))
@@ -66,5 +69,7 @@ class ReferenceHead(AbstractHead):
 
     @staticmethod
     def _logits(model: Unembedded, mask: jax.Array, axis: str) -> jax.Array:
-        hidden = jnp.where(mask[:, None], model.hidden, 0)  # a masked row may be NaN: its gradient must not be
+        hidden = jnp.where(
+            mask[:, None], model.hidden, 0
+        )  # a masked row may be NaN: its gradient must not be
         return logits_of(model.transform, hidden, collect_from(model.unembed, axis, 0), 0)[0]

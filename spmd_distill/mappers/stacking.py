@@ -51,5 +51,3 @@ def keep_first(layout: MeshLayout, x: jax.Array, spec: Spec) -> jax.Array:
     keep = sharded_axes(spec)
     index = tuple(slice(None) if a in keep else 0 for a in layout.axis_names)
     return x[index]
-
-

@@ -30,7 +30,9 @@ class VmapMapper(AbstractMapper):
             mapped = body
             for axis in reversed(layout.axis_names):  # the first mesh axis outermost
                 in_axes = jax.tree.map(
-                    lambda spec, axis=axis: 0 if axis in stacked_axes(layout, spec) else None, specs, is_leaf=is_spec
+                    lambda spec, axis=axis: 0 if axis in stacked_axes(layout, spec) else None,
+                    specs,
+                    is_leaf=is_spec,
                 )
                 mapped = jax.vmap(mapped, in_axes=in_axes, axis_name=axis, axis_size=layout.sizes[axis])
             out = mapped(*stacked)

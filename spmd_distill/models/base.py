@@ -1,0 +1,149 @@
+"""A model as the step sees it: pure parameters and one function, split from its nnx module once, at the edge."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from spmd_distill.collectives import (
+    axis_index,
+    copy_to,
+    gather_from,
+    gather_param,
+    reduce_from,
+    scatter_to,
+    shard_index,
+)
+from spmd_distill.sharding import MeshLayout, Specs, is_spec, spec_axes
+from spmd_distill.types import Batch, Params, Unembedded
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The cut of the shard body that a model runs in: which collectives enter and leave a tensor-parallel block."""
+
+    layout: MeshLayout
+    dtype: Any
+    """Compute type of matmuls and activations."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """How many shards lie along ``model``."""
+        return self.layout.sizes["model"]
+
+    def enter(self, x: Float[Array, "B Llocal D"]) -> Float[Array, "B L D"]:
+        """Into a tensor-parallel block: every shard of ``model`` gets all tokens of its rows."""
+        return gather_from(x, "model", 1) if self.layout.sequence_sharded else copy_to(x, "model")
+
+    def leave(self, x: Float[Array, "B L D"]) -> Float[Array, "B Llocal D"]:
+        """Out of a tensor-parallel block: partial results are summed over ``model``."""
+        return scatter_to(x, "model", 1) if self.layout.sequence_sharded else reduce_from(x, "model")
+
+    def shared(self, parameter: jax.Array) -> jax.Array:
+        """A parameter that every shard of ``model`` holds whole and applies to its own tokens between blocks."""
+        return copy_to(parameter, "model") if self.layout.sequence_sharded else parameter
+
+    def materialise(self, params: Params, specs: Specs) -> Params:
+        """Parameters as a layer uses them: whole along ``embed`` (gathered under FSDP), matrices in compute type."""
+
+        def one(spec: Any, x: jax.Array) -> jax.Array:
+            dtype = self.dtype if x.ndim > 1 else x.dtype
+            for dim, axes in enumerate(spec_axes(spec, x.ndim)):
+                if self.layout.fsdp_axis in axes:
+                    return gather_param(x, self.layout.fsdp_axis, dim, dtype)
+            return x.astype(dtype)
+
+        return jax.tree.map(one, specs, params, is_leaf=is_spec)
+
+
+def declare(
+    rngs: nnx.Rngs,
+    init: Callable[..., jax.Array],
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    dtype: Any,
+    stack: int | None,
+) -> nnx.Param:
+    """Declare a parameter once: shape, logical axes, initialiser. ``stack`` puts a ``layers`` dimension in front."""
+    lead, lead_axes = ((), ()) if stack is None else ((stack,), ("layers",))
+    return nnx.Param(init(rngs.params(), (*lead, *shape), dtype), axes=(*lead_axes, *axes))
+
+
+class Model:
+    """An nnx module split into its structure (held here) and its parameters (passed around as nested plain dicts).
+
+    ``make`` builds the module from `nnx.Rngs`; it is only ever traced, so no array is made before `init`.
+    """
+
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], config: Any):
+        self.config = config
+        self._make = make
+        self._graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+        self.axes: Any = nnx.to_pure_dict(
+            jax.tree.map(lambda p: p.replace(p.get_metadata("axes")), state, is_leaf=_is_variable)
+        )
+        """Logical axes of every parameter, as a tree of tuples."""
+        self.abstract: Params = nnx.to_pure_dict(state)
+        """Shape and type of every parameter."""
+
+    def init(self, key: jax.Array) -> Params:
+        """Random parameters; jit it with ``out_shardings`` and they are born sharded."""
+        return nnx.to_pure_dict(nnx.state(self._make(nnx.Rngs(key))))
+
+    def specs(self, layout: MeshLayout) -> Specs:
+        """Where ``layout`` puts every parameter; raise `UserError` naming one that does not fit."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x, axes: layout.spec(axes, x.shape, path_name(path)), self.abstract, self.axes
+        )
+
+    def apply(
+        self, params: Params, batch: Batch, shard: Shard, dropout_key: jax.Array | None = None
+    ) -> Unembedded:
+        """Run on one shard's rows ``[B, L]``: hidden states ``[B * L, D]`` and this shard's unembedding rows.
+
+        ``dropout_key`` turns dropout on; the same key gives the same masks on every layout.
+        """
+        module: Any = nnx.merge(self._graphdef, params)
+        return module(batch, shard, self.specs(shard.layout), dropout_key)
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters, padding rows of the vocabulary included."""
+        return sum(x.size for x in jax.tree.leaves(self.abstract))
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A tree path as people write it: ``layers.attention.q``."""
+    return ".".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+
+
+def token_keys(key: jax.Array, rows: int, length: int, shard: Shard) -> jax.Array:
+    """A random key for every token ``[rows, length]`` of this shard, from its global row and column only.
+
+    What is drawn from them does not depend on the layout.
+    """
+    first_row = shard_index(shard.layout.batch_axes) * rows
+    first_column = axis_index("model") * length if shard.layout.sequence_sharded else 0
+    fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    row_keys = fold(key, first_row + jnp.arange(rows))
+    return jax.vmap(fold, in_axes=(0, None))(row_keys, first_column + jnp.arange(length))
+
+
+def dropout_factors(
+    keys: jax.Array, number: jax.Array, count: int, rate: float, width: int, dtype: Any
+) -> Float[Array, "count B L D"]:
+    """For each of ``count`` places in layer ``number``: what to multiply an activation ``[B, L, D]`` with."""
+
+    def one(key: jax.Array) -> jax.Array:
+        keep = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, (count, width))
+        return jnp.where(keep, 1 / (1 - rate), 0).astype(dtype)
+
+    return jnp.moveaxis(jax.vmap(jax.vmap(one))(keys), 2, 0)

@@ -1,0 +1,171 @@
+"""The training step and the evaluation step: shard bodies, and the one jitted program around each.
+
+`Distillation` ties the parts together. Its two bodies are what ONE shard does; a mapper runs them. The optimizer acts
+on the gradients the body returns, on global arrays in the same program, so that any optax optimizer (also one that
+looks at whole matrices or norms) means what it says under every layout.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmd_distill.collectives import psum, to_varying
+from spmd_distill.head import AbstractHead, FusedHead
+from spmd_distill.mappers import AbstractMapper
+from spmd_distill.models import Model, Shard
+from spmd_distill.objective import Objective
+from spmd_distill.sharding import REPLICATED, Specs, is_spec, sharded_axes
+from spmd_distill.teachers import OnlineTeacher
+from spmd_distill.types import Batch, Mean, Metrics, Params, TrainState
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A student, a teacher and an objective, on a mapper."""
+
+    student: Model
+    teacher: OnlineTeacher
+    objective: Objective
+    mapper: AbstractMapper
+    head: AbstractHead = FusedHead()
+    compute_dtype: Any = jnp.float32
+
+    @property
+    def shard(self) -> Shard:
+        """The cut that both models run in."""
+        return Shard(self.mapper.layout, jnp.dtype(self.compute_dtype))
+
+    # -- shard bodies ---------------------------------------------------------------------------------------------
+
+    def train_body(
+        self, params: Params, teacher_params: Params, batch: Batch, step: jax.Array, seed: jax.Array
+    ) -> tuple[Params, dict[str, jax.Array], jax.Array]:
+        """One shard's part of a step: gradients, metric sums and the valid-token count of micro-batches ``[A, B, L]``.
+
+        Gradients come out summed over the batch axes and cut like the parameters.
+        """
+        batch_axes = self.mapper.layout.batch_axes
+        missing = self._unsharded_batch_axes()
+        count = psum(jnp.sum(batch.mask, dtype=jnp.int32), batch_axes)
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        # Marked as different on every batch shard, parameters have local gradients, which are summed once, below.
+        params = jax.tree.map(to_varying, params, missing)
+
+        def loss_of(params: Params, micro: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+            targets = self.teacher.targets(teacher_params, micro, self.shard)
+            student = self.student.apply(params, micro, self.shard, key)
+            return self.objective(
+                self.head, student, targets, micro, step, count, agreement=True, batch_axes=batch_axes
+            )
+
+        gradient_of = jax.grad(loss_of, has_aux=True)
+
+        def accumulate(total: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+            number, micro = numbered
+            return jax.tree.map(
+                jnp.add, total, gradient_of(params, micro, jax.random.fold_in(key, number))
+            ), None
+
+        micro_batches = batch.tokens.shape[0]
+        total = gradient_of(params, jax.tree.map(lambda x: x[0], batch), jax.random.fold_in(key, 0))
+        if micro_batches > 1:
+            rest = (jnp.arange(1, micro_batches), jax.tree.map(lambda x: x[1:], batch))
+            total, _ = jax.lax.scan(accumulate, total, rest)
+        grads, sums = total
+        return jax.tree.map(psum, grads, missing), psum(sums, batch_axes), count
+
+    def eval_body(
+        self, params: Params, teacher_params: Params, batch: Batch, step: jax.Array
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        """One shard's part of an evaluation: metric sums and the valid-token count of rows ``[B, L]``."""
+        batch_axes = self.mapper.layout.batch_axes
+        count = psum(jnp.sum(batch.mask, dtype=jnp.int32), batch_axes)
+        targets = self.teacher.targets(teacher_params, batch, self.shard)
+        student = self.student.apply(params, batch, self.shard)
+        _, sums = self.objective(
+            self.head, student, targets, batch, step, count, agreement=True, batch_axes=batch_axes
+        )
+        return psum(sums, batch_axes), count
+
+    # -- programs -------------------------------------------------------------------------------------------------
+
+    def train_step(
+        self, tx: optax.GradientTransformation, *, return_gradients: bool = False
+    ) -> Callable[[TrainState, Params, Batch], Any]:
+        """Compile on first call: ``(state, teacher_params, batch [A, B, L]) -> (state, metrics)``.
+
+        The state is donated. With ``return_gradients`` the gradients before clipping come as a third output.
+        """
+        specs = self.student.specs(self.mapper.layout)
+        body = self.mapper.map(
+            self.train_body,
+            (
+                specs,
+                self.teacher.model.specs(self.mapper.layout),
+                self.batch_specs(1),
+                REPLICATED,
+                REPLICATED,
+            ),
+            (specs, REPLICATED, REPLICATED),
+        )
+
+        def step(state: TrainState, teacher_params: Params, batch: Batch) -> Any:
+            grads, sums, count = body(state.params, teacher_params, batch, state.step, state.seed)
+            updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            metrics = _means(sums, count) | {"grad_norm": Mean(optax.global_norm(grads), jnp.int32(1))}
+            new = TrainState(state.step + 1, params, opt_state, state.seed)
+            return (new, metrics, grads) if return_gradients else (new, metrics)
+
+        whole, cut = self.mapper.shardings(REPLICATED), self.mapper.shardings(specs)
+        state = self.mapper.shardings(self.state_specs(tx))
+        out = (state, whole, cut) if return_gradients else (state, whole)
+        return jax.jit(step, donate_argnums=0, out_shardings=out)
+
+    def eval_step(self) -> Callable[[Params, Params, Batch, jax.Array], Metrics]:
+        """Compile on first call: ``(params, teacher_params, batch [B, L], step) -> metrics``, sums over the batch."""
+        layout = self.mapper.layout
+        specs = (
+            self.student.specs(layout),
+            self.teacher.model.specs(layout),
+            self.batch_specs(0),
+            REPLICATED,
+        )
+        body = self.mapper.map(self.eval_body, specs, REPLICATED)
+        return jax.jit(lambda *args: _means(*body(*args)), out_shardings=self.mapper.shardings(REPLICATED))
+
+    # -- placement ------------------------------------------------------------------------------------------------
+
+    def batch_specs(self, leading: int) -> Batch:
+        """Where a batch with ``leading`` dimensions before ``[B, L]`` lies: its rows over the batch axes."""
+        spec = self.mapper.layout.spec((None,) * leading + ("batch", None))
+        return Batch(*(spec,) * 5)  # type: ignore[arg-type]
+
+    def state_specs(self, tx: optax.GradientTransformation) -> TrainState:
+        """Where every part of the train state lies; the optimizer's moments follow their parameters."""
+        specs = self.student.specs(self.mapper.layout)
+        opt_state = optax.tree_utils.tree_map_params(
+            tx,
+            lambda _, spec: spec,
+            jax.eval_shape(tx.init, self.student.abstract),
+            specs,
+            transform_non_params=lambda _: REPLICATED,
+        )
+        return TrainState(REPLICATED, specs, opt_state, REPLICATED)  # type: ignore[arg-type]
+
+    def _unsharded_batch_axes(self) -> Specs:
+        """For every parameter, the batch axes it is not cut over: those its gradient must be summed over."""
+        layout = self.mapper.layout
+        return jax.tree.map(
+            lambda spec: tuple(a for a in layout.batch_axes if a not in sharded_axes(spec)),
+            self.student.specs(layout),
+            is_leaf=is_spec,
+        )
+
+
+def _means(sums: dict[str, jax.Array], count: jax.Array) -> Metrics:
+    return {name: Mean(total, count) for name, total in sums.items()}

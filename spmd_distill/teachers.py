@@ -1,0 +1,19 @@
+"""Teachers: what the student is compared with. Nothing of a teacher is ever trained, donated or saved."""
+
+from dataclasses import dataclass
+
+import jax
+
+from spmd_distill.models import Model, Shard
+from spmd_distill.types import Batch, Params, Unembedded
+
+
+@dataclass(frozen=True)
+class OnlineTeacher:
+    """A model that runs beside the student, in the same compiled program, always without dropout."""
+
+    model: Model
+
+    def targets(self, params: Params, batch: Batch, shard: Shard) -> Unembedded:
+        """Hidden states and unembedding on this shard's rows, cut from any gradient."""
+        return jax.lax.stop_gradient(self.model.apply(jax.lax.stop_gradient(params), batch, shard))
