@@ -99,7 +99,23 @@ class Cursor:
                 f"{self.path}: {what} claims {count} strings, expected at most {_MAX_STRINGS}. {AGAIN}"
             )
         self.check_count(f"strings in {what}", count, 8)
-        return [self.string(what) for _ in range(count)]
+        return self._strings(what, count)
+
+    def _strings(self, what: str, count: int) -> list[str]:
+        """Read many strings in one loop, for a vocabulary and its merges are a hundred thousand."""
+        found: list[str] = []
+        length, data, size = struct.Struct("<Q").unpack_from, self.data, len(self.data)
+        try:
+            while len(found) < count:
+                start = self.at + 8
+                stop = start + length(data, self.at)[0]
+                if stop > size:
+                    break
+                found.append(data[start:stop].decode())
+                self.at = stop
+        except (struct.error, UnicodeDecodeError):
+            pass  # the next line meets it again
+        return found if len(found) == count else [self.string(what)]  # which says what is wrong
 
     def _numbers(self, what: str, code: int, count: int) -> np.ndarray:
         if code not in _DTYPES:

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -85,12 +85,12 @@ class TextTokenizer:
             raise
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: Iterable[SupportsIndex] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
         """Return the text of ids ``[tokens]``. A character of which only some bytes are there becomes U+FFFD.
 
         Raises `UserError` for an id outside of the vocabulary, which the library beneath would drop.
         """
-        ids = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+        ids = np.asarray(ids if hasattr(ids, "__array__") else list(ids), np.int64)
         wrong = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if wrong.size:
             raise UserError(
