@@ -163,9 +163,7 @@ def pip_download(package: Package, folder: Path) -> None:
     errors = [line for line in output.splitlines() if "error" in line.lower()] or output.splitlines()[-3:]
     said = " ".join(line.strip() for line in errors)[-400:]
     if re.search(r"No matching distribution|NewConnectionError|Max retries|timed? ?out|HTTP error", output):
-        raise RegistryUnreachable(
-            f"no package registry that has {package.requirement} could be reached: {said}"
-        )
+        raise RegistryUnreachable(f"no package registry that has {package.requirement} could be reached: {said}")
     raise UserError(f"pip could not download {package.requirement}: {said}")
 
 

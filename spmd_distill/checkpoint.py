@@ -69,9 +69,7 @@ class Checkpoints:
             UserError: the folder cannot be made or written, is a URL, or ``keep`` is below 1.
         """
         if keep is not None and keep < 1:
-            raise UserError(
-                f"checkpoints to keep: found {keep}, expected 1 or more, or null to keep them all"
-            )
+            raise UserError(f"checkpoints to keep: found {keep}, expected 1 or more, or null to keep them all")
         if "://" in os.fspath(folder):
             raise UserError(f"checkpoint folder {folder}: found a URL, expected a folder; mount the bucket")
         self.folder = Path(folder).absolute()
@@ -129,9 +127,7 @@ class Checkpoints:
             return
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
-            meta=ocp.args.JsonSave(
-                json.loads(json.dumps(dict(meta)))
-            ),  # orbax encodes it later, in its thread
+            meta=ocp.args.JsonSave(json.loads(json.dumps(dict(meta)))),  # orbax encodes it later, in its thread
         )
         self._saving = (step, self._base)
         limit = step if self._base is None else min(step, self._base + 1)

@@ -228,9 +228,7 @@ def gather_param(x: jax.Array, axis: str, dim: int, dtype: Any) -> jax.Array:
 
 
 def _gather_param_fwd(x: jax.Array, axis: str, dim: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    return gather_param(x, axis, dim, dtype), jnp.zeros(
-        (), x.dtype
-    )  # the scalar only carries the stored type
+    return gather_param(x, axis, dim, dtype), jnp.zeros((), x.dtype)  # the scalar only carries the stored type
 
 
 def _gather_param_bwd(axis: str, dim: int, dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
@@ -250,9 +248,7 @@ def collect_from(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """
     size = x.shape[dim]
     whole = jnp.zeros((*x.shape[:dim], size * axis_size(axis), *x.shape[dim + 1 :]), x.dtype)
-    mine = lax.dynamic_update_slice_in_dim(
-        vary_like(to_varying(whole, axis), x), x, axis_index(axis) * size, dim
-    )
+    mine = lax.dynamic_update_slice_in_dim(vary_like(to_varying(whole, axis), x), x, axis_index(axis) * size, dim)
     return psum(mine, axis)
 
 

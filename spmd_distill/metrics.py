@@ -60,9 +60,7 @@ class MetricWriter:
         self._path = self.folder / _FILE
         seconds = 0.0
         if resume_from is None and self._path.exists() and self._path.stat().st_size > 0:
-            raise UserError(
-                f"{self._path}: found the metrics of an earlier run; take another --run, or resume"
-            )
+            raise UserError(f"{self._path}: found the metrics of an earlier run; take another --run, or resume")
         try:
             if resume_from is not None:
                 seconds = _truncate(self._path, resume_from)
@@ -187,9 +185,7 @@ def _truncate(path: Path, step: int) -> float:
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"{path}: cannot write: {error.strerror or error}; free some space, or take another --run"
-    )
+    return UserError(f"{path}: cannot write: {error.strerror or error}; free some space, or take another --run")
 
 
 def perplexity(cross_entropy: float) -> float:
@@ -239,9 +235,7 @@ def plot_curves(folder: str | os.PathLike[str]) -> Path:
             steps, numbers = curves.setdefault((line.split, name), ([], []))
             steps.append(line.step)
             numbers.append(value)
-    panels = [
-        p for p in _PANELS if any((split, name) in curves for split in ("train", "eval") for name, *_ in p[2])
-    ]
+    panels = [p for p in _PANELS if any((split, name) in curves for split in ("train", "eval") for name, *_ in p[2])]
     rows = max(1, math.ceil(len(panels) / 3))
     columns = max(1, math.ceil(len(panels) / rows))
     figure = Figure(figsize=(4.4 * columns, 3.3 * rows), dpi=130, layout="constrained")

@@ -37,9 +37,7 @@ class Objective:
     terms: tuple[WeightedTerm, ...]
 
     @classmethod
-    def mix(
-        cls, divergence: AbstractSeparable, alpha: Scheduled = 0.9, temperature: Scheduled = 1.0
-    ) -> "Objective":
+    def mix(cls, divergence: AbstractSeparable, alpha: Scheduled = 0.9, temperature: Scheduled = 1.0) -> "Objective":
         """``alpha T^2 D(teacher, student; T) + (1 - alpha) CE(labels)``, Hinton et al. 2015 (arXiv:1503.02531).
 
         A part whose weight is the number 0 is left out of the program.

@@ -38,9 +38,7 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str]):
         """Name a folder without looking at it; `create` and `open` look."""
         if "://" in os.fspath(path):
-            raise UserError(
-                f"run folder {path}: found a URL, expected a folder; mount the bucket, give its path"
-            )
+            raise UserError(f"run folder {path}: found a URL, expected a folder; mount the bucket, give its path")
         self.path = Path(path).absolute()
 
     def __fspath__(self) -> str:
@@ -87,13 +85,9 @@ class RunFolder:
         run = cls(path)
         if not run.path.is_dir():
             found = "a file" if run.path.exists() else "nothing there"
-            raise UserError(
-                f"run folder {run.path}: found {found}, expected the folder of a run; check --run"
-            )
+            raise UserError(f"run folder {run.path}: found {found}, expected the folder of a run; check --run")
         if not run.config.is_file():
-            raise UserError(
-                f"run folder {run.path}: found no config.yaml, so no run to go on with; check --run"
-            )
+            raise UserError(f"run folder {run.path}: found no config.yaml, so no run to go on with; check --run")
         return run
 
     @property

@@ -124,21 +124,15 @@ class MeshLayout:
                     allowed = ", ".join(LOGICAL_AXES[logical]) or "nothing: it is always whole"
                     raise UserError(f"{where}: {logical!r} cannot lie on {axis!r}; it may lie on {allowed}.")
             if len(set(mesh_axes)) < len(mesh_axes):
-                raise UserError(
-                    f"{where}: the rule for {logical!r} uses a mesh axis twice: {list(mesh_axes)}."
-                )
+                raise UserError(f"{where}: the rule for {logical!r} uses a mesh axis twice: {list(mesh_axes)}.")
         used = {axis for mesh_axes in rules.values() for axis in mesh_axes}
         if idle := [a for a, n in sizes.items() if n != 1 and a not in used]:
             raise UserError(
                 f"{where}: no rule uses the mesh axis {idle[0]!r} of size {sizes[idle[0]]}: its devices would only "
                 f"repeat each other's work. Add a rule for it or give it size 1."
             )
-        if absent := [
-            a for a, n in sizes.items() if a != "model" and n != 1 and a not in rules.get("batch", ())
-        ]:
-            raise UserError(
-                f"{where}: the rows of the batch must lie on {absent[0]!r}; add it to the rule batch."
-            )
+        if absent := [a for a, n in sizes.items() if a != "model" and n != 1 and a not in rules.get("batch", ())]:
+            raise UserError(f"{where}: the rows of the batch must lie on {absent[0]!r}; add it to the rule batch.")
         if sizes["model"] != 1 and (whole := [a for a in TENSOR_PARALLEL if rules.get(a) != ("model",)]):
             raise UserError(
                 f"{where}: axis model has size {sizes['model']}, so {', '.join(TENSOR_PARALLEL)} must all lie on it; "
@@ -210,9 +204,7 @@ class MeshLayout:
             devices=devices[: layout.device_count],
         )
 
-    def spec(
-        self, logical: Sequence[str | None], shape: Sequence[int] | None = None, name: str = "array"
-    ) -> Spec:
+    def spec(self, logical: Sequence[str | None], shape: Sequence[int] | None = None, name: str = "array") -> Spec:
         """Place an array whose dimensions have these logical axes (None: always whole).
 
         With ``shape`` given, raise `UserError` where a dimension does not divide; heads are stored whole instead.

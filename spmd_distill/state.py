@@ -20,9 +20,7 @@ def init_params(model: Model, mapper: AbstractMapper, seed: int) -> Params:
     return jax.jit(model.init, out_shardings=shardings)(jax.random.key(seed))
 
 
-def create_state(
-    run: Distillation, tx: optax.GradientTransformation, params: Params, seed: int
-) -> TrainState:
+def create_state(run: Distillation, tx: optax.GradientTransformation, params: Params, seed: int) -> TrainState:
     """A state at step 0 around ``params`` (which it takes over), with the optimizer's moments sharded like them."""
     shardings = run.mapper.shardings(run.state_specs(tx))
 
@@ -34,9 +32,7 @@ def create_state(
 
 def abstract_state(run: Distillation, tx: optax.GradientTransformation) -> TrainState:
     """Shapes, types and shardings of a state, without an array: what a checkpoint is restored into."""
-    shapes = jax.eval_shape(
-        lambda p: TrainState(jnp.int32(0), p, tx.init(p), jnp.uint32(0)), run.student.abstract
-    )
+    shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, tx.init(p), jnp.uint32(0)), run.student.abstract)
     shardings = run.mapper.shardings(run.state_specs(tx))
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
@@ -48,9 +44,7 @@ def select_layers(params: Params, model: Model, layers: Sequence[int], mapper: A
     """
     depth = jax.tree.leaves(params["layers"])[0].shape[0]
     if bad := [i for i in layers if not 0 <= i < depth]:
-        raise UserError(
-            f"Student layers: the teacher has layers 0 to {depth - 1}, so {bad[0]} cannot be taken."
-        )
+        raise UserError(f"Student layers: the teacher has layers 0 to {depth - 1}, so {bad[0]} cannot be taken.")
     if len(layers) != model.config.layers:
         raise UserError(f"Student layers: {len(layers)} given for a student of {model.config.layers} layers.")
     index = jnp.asarray(list(layers))

@@ -6,7 +6,7 @@ looks at whole matrices or norms) means what it says under every layout.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ class Distillation:
     teacher: OnlineTeacher
     objective: Objective
     mapper: AbstractMapper
-    head: AbstractHead = FusedHead()
+    head: AbstractHead = field(default_factory=FusedHead)
     compute_dtype: Any = jnp.float32
 
     @property
@@ -66,9 +66,7 @@ class Distillation:
 
         def accumulate(total: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             number, micro = numbered
-            return jax.tree.map(
-                jnp.add, total, gradient_of(params, micro, jax.random.fold_in(key, number))
-            ), None
+            return jax.tree.map(jnp.add, total, gradient_of(params, micro, jax.random.fold_in(key, number))), None
 
         micro_batches = batch.tokens.shape[0]
         total = gradient_of(params, jax.tree.map(lambda x: x[0], batch), jax.random.fold_in(key, 0))
@@ -86,9 +84,7 @@ class Distillation:
         count = psum(jnp.sum(batch.mask, dtype=jnp.int32), batch_axes)
         targets = self.teacher.targets(teacher_params, batch, self.shard)
         student = self.student.apply(params, batch, self.shard)
-        _, sums = self.objective(
-            self.head, student, targets, batch, step, count, agreement=True, batch_axes=batch_axes
-        )
+        _, sums = self.objective(self.head, student, targets, batch, step, count, agreement=True, batch_axes=batch_axes)
         return psum(sums, batch_axes), count
 
     # -- programs -------------------------------------------------------------------------------------------------

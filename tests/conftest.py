@@ -11,21 +11,20 @@ _XLA_FLAGS = (
     # eight devices on two busy cores are slow and not stuck
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
     "--xla_cpu_collective_call_terminate_timeout_seconds=180",
+    # hundreds of small programs: compiling them is most of the time, and unoptimised code computes the same numbers
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
 )
 _given = os.environ.get("XLA_FLAGS", "")
 _added = [flag for flag in _XLA_FLAGS if flag.split("=")[0] not in _given]
 os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault(
-    "NPROC", "32"
-)  # threads of XLA's pool: a collective of more devices than threads deadlocks
+os.environ.setdefault("NPROC", "32")  # threads of XLA's pool: a collective of more devices than threads deadlocks
 
 _PACKAGE = Path(__file__).parents[1] / "spmd_distill"
 # Not `types`: its dataclasses are pytrees, and `jax.tree.map` may put specs or names where the arrays were.
 _CHECKED = [path.stem for path in _PACKAGE.iterdir() if path.stem not in ("types", "__init__", "__pycache__")]
-_CHECKER = (
-    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"  # an int is a float, as for pyright
-)
+_CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"  # an int is a float, as for pyright
 jaxtyping.install_import_hook([f"spmd_distill.{name}" for name in _CHECKED], _CHECKER)
 
 

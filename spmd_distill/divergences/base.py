@@ -18,9 +18,7 @@ class AbstractSeparable(abc.ABC):
         """What metrics call it."""
 
     @abc.abstractmethod
-    def integrand(
-        self, teacher_logp: Float[Array, "*NV"], student_logp: Float[Array, "*NV"]
-    ) -> Float[Array, "*NV"]:
+    def integrand(self, teacher_logp: Float[Array, "*NV"], student_logp: Float[Array, "*NV"]) -> Float[Array, "*NV"]:
         """The summand of every token and vocabulary entry, of the same shape, in nats.
 
         Both arguments are normalised log-probabilities at the term's temperature, float32 or wider, never -inf (an
@@ -45,6 +43,4 @@ def integrand_and_slope(
     divergence: AbstractSeparable, teacher_logp: jax.Array, student_logp: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The integrand and its derivative with respect to the student's log-probability, both elementwise."""
-    return jax.jvp(
-        lambda s: divergence.integrand(teacher_logp, s), (student_logp,), (jnp.ones_like(student_logp),)
-    )
+    return jax.jvp(lambda s: divergence.integrand(teacher_logp, s), (student_logp,), (jnp.ones_like(student_logp),))

@@ -18,9 +18,7 @@ class ForwardKL(AbstractSeparable):
 
     name: str = "forward_kl"
 
-    def integrand(
-        self, teacher_logp: Float[Array, "*NV"], student_logp: Float[Array, "*NV"]
-    ) -> Float[Array, "*NV"]:
+    def integrand(self, teacher_logp: Float[Array, "*NV"], student_logp: Float[Array, "*NV"]) -> Float[Array, "*NV"]:
         """P (log p - log q) + q - p."""
         p, q = jnp.exp(teacher_logp), jnp.exp(student_logp)
         return nonnegative(p * (teacher_logp - student_logp) + (q - p))

@@ -64,7 +64,8 @@ class AbstractHead(abc.ABC):
 
         ``student`` and ``teacher`` hold hidden states ``[N, D]``, equal on all shards of ``axis`` (the two D differ),
         and this shard's contiguous rows ``[V / shards, D]`` of each unembedding. Masked tokens may hold anything,
-        NaN included. Shards of ``batch_axes`` hold other tokens. The caller scales a term by its temperature squared, if it wants that, through ``weights``.
+        NaN included. Shards of ``batch_axes`` hold other tokens. The caller scales a term by its temperature squared,
+        if it wants that, through ``weights``.
         """
 
 
@@ -84,9 +85,7 @@ def logits_of(
     Also their derivative with respect to ``hidden @ unembed.T``: 0 at rows that are no tokens.
     """
     acc = accumulator(hidden, unembed)
-    raw = lax.dot_general(
-        hidden, unembed.astype(hidden.dtype), (((1,), (1,)), ((), ())), preferred_element_type=acc
-    )
+    raw = lax.dot_general(hidden, unembed.astype(hidden.dtype), (((1,), (1,)), ((), ())), preferred_element_type=acc)
     z = raw * jnp.asarray(transform.logit_scale, acc)
     slope = jnp.full_like(z, transform.logit_scale)
     if transform.softcap is not None:

@@ -143,16 +143,12 @@ def _walk(program: _Program, with_gradients: bool, *arrays: jax.Array):
         rows = lax.dynamic_slice_in_dim(rows_of, i * chunk, chunk)
         live = i * chunk + jnp.arange(chunk) < valid
         x_s, x_t = (jnp.where(live[:, None], h[rows], 0) for h in (h_s, h_t))
-        more, dz = _chunk(
-            program, with_gradients, x_s, w_s, x_t, w_t, labels[rows], live, weights, temperatures
-        )
+        more, dz = _chunk(program, with_gradients, x_s, w_s, x_t, w_t, labels[rows], live, weights, temperatures)
         if with_gradients:
             dz = dz.astype(x_s.dtype)
             dx = lax.dot(dz, w_s.astype(dz.dtype), preferred_element_type=acc)
             d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, dx, i * chunk, 0)
-            d_unembed = d_unembed + lax.dot_general(
-                dz, x_s, (((0,), (0,)), ((), ())), preferred_element_type=acc
-            )
+            d_unembed = d_unembed + lax.dot_general(dz, x_s, (((0,), (0,)), ((), ())), preferred_element_type=acc)
         return sums + more, d_hidden, d_unembed
 
     start = jnp.zeros(len(program.names), acc)
@@ -206,8 +202,7 @@ def _chunk(program: _Program, with_gradients: bool, x_s, w_s, x_t, w_t, labels, 
         argmax = jnp.take_along_axis(stats[:, 1], winner[None], axis=0)[0]
         at_label = jnp.sum(stats[:, 2], axis=0)
         lse = [
-            top / t + jnp.log(jnp.sum(stats[:, 3 + k] * jnp.exp((tops - top) / t), axis=0))
-            for k, t in enumerate(views)
+            top / t + jnp.log(jnp.sum(stats[:, 3 + k] * jnp.exp((tops - top) / t), axis=0)) for k, t in enumerate(views)
         ]
         return argmax, at_label, lse
 

@@ -69,7 +69,5 @@ class ReferenceHead(AbstractHead):
 
     @staticmethod
     def _logits(model: Unembedded, mask: jax.Array, axis: str) -> jax.Array:
-        hidden = jnp.where(
-            mask[:, None], model.hidden, 0
-        )  # a masked row may be NaN: its gradient must not be
+        hidden = jnp.where(mask[:, None], model.hidden, 0)  # a masked row may be NaN: its gradient must not be
         return logits_of(model.transform, hidden, collect_from(model.unembed, axis, 0), 0)[0]

@@ -37,9 +37,7 @@ def render_chat(
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise UserError(f"message {row} is {message!r}, expected an object with 'role' and 'content'.")
     try:
-        return _compile(template).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **tokens
-        )
+        return _compile(template).render(messages=messages, add_generation_prompt=add_generation_prompt, **tokens)
     except (TemplateError, TypeError) as error:
         roles = ", ".join(str(message["role"]) for message in messages) or "none"
         raise UserError(
@@ -50,9 +48,7 @@ def render_chat(
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _tojson  # Jinja's own escapes for HTML
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

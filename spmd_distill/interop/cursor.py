@@ -95,9 +95,7 @@ class Cursor:
         if code != _STRING:  # arrays of arrays are in the format and in no model
             return self._numbers(what, code, count)
         if count > _MAX_STRINGS:
-            raise UserError(
-                f"{self.path}: {what} claims {count} strings, expected at most {_MAX_STRINGS}. {AGAIN}"
-            )
+            raise UserError(f"{self.path}: {what} claims {count} strings, expected at most {_MAX_STRINGS}. {AGAIN}")
         self.check_count(f"strings in {what}", count, 8)
         return self._strings(what, count)
 

@@ -35,10 +35,9 @@ def save_huggingface(
     """Write config, weights and tokenizer in the form that ``transformers`` and the servers built on it load.
 
     Everything is written into a hidden folder beside ``folder``, which then takes its name, so ``folder`` is
-    never half
-    written: after a failure it is what it was before. A kill may leave the hidden ``.NAME.partial``, which
-    the next export removes, and, in the instant between the two renames of a replacement, the old export as
-    ``.NAME.replaced``.
+    never half written: after a failure it is what it was before. A kill may leave the hidden
+    ``.NAME.partial``, which the next export removes, and, in the instant between the two renames of a
+    replacement, the old export as ``.NAME.replaced``. On many hosts, one process calls this.
 
     Args:
         folder: Where to write. New or empty; with ``overwrite`` it may hold an earlier export.
@@ -46,8 +45,7 @@ def save_huggingface(
         weights: Hugging Face names and arrays, row-major ``(out, in)``. Pairs are taken one by one, and at
             most ``max_shard_bytes`` (or one array) are held at a time.
         tokenizer: Adds the two tokenizer files and the ids of its special tokens.
-        overwrite: Replace an earlier export. A folder that holds any file that no export writes is never
-        touched.
+        overwrite: Replace an earlier export. A folder with any file that no export writes is never touched.
         max_shard_bytes: Weights beyond that many bytes are split into several files with an index.
 
     Returns:
@@ -144,18 +142,14 @@ def _write_weights(folder: Path, target: Path, pairs: Iterable[tuple[str, np.nda
     for name, value in pairs:
         array = np.asarray(value, order="C")  # safetensors writes the memory as it lies
         if name in seen:
-            raise UserError(
-                f"{target}: tensor {name!r} was given twice, expected once. Mend the weights' name map."
-            )
+            raise UserError(f"{target}: tensor {name!r} was given twice, expected once. Mend the weights' name map.")
         seen.add(name)
         if waiting and sum(other.nbytes for other in waiting.values()) + array.nbytes > limit:
             flush()
         waiting[name] = array
         bytes_of[array.dtype.name] += array.nbytes
     if not seen:
-        raise UserError(
-            f"{target}: there are no weights to export, expected at least one tensor. Give the model's."
-        )
+        raise UserError(f"{target}: there are no weights to export, expected at least one tensor. Give the model's.")
     flush()
     if len(shards) == 1:
         (folder / "model-00001.safetensors").rename(folder / "model.safetensors")

@@ -73,9 +73,7 @@ def _five_bits(blocks: np.ndarray) -> np.ndarray:
     return values
 
 
-def _quantised(
-    name: str, fields: list[tuple], decode: Callable[[np.ndarray, np.ndarray], None]
-) -> TensorType:
+def _quantised(name: str, fields: list[tuple], decode: Callable[[np.ndarray, np.ndarray], None]) -> TensorType:
     return TensorType(name, 32, np.dtype(fields), decode)
 
 
@@ -134,9 +132,7 @@ def dequantize(raw: bytes | memoryview, kind: TensorType, shape: tuple[int, ...]
     """
     blocks = np.frombuffer(raw, kind.layout)
     out = np.empty((len(blocks), kind.block), np.float32)
-    with np.errstate(
-        invalid="ignore", over="ignore"
-    ):  # an infinite scale is the file's, not ours to warn about
+    with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale is the file's, not ours to warn about
         step = _CHUNK // kind.block
         for start in range(0, len(blocks), step):
             kind.decode(blocks[start : start + step], out[start : start + step])

@@ -61,9 +61,7 @@ class GGUF:
         Raises `UserError` where the file has no tensor of that name.
         """
         if name not in self.tensors:
-            raise UserError(
-                f"{self.path}: holds no tensor {name!r} ({len(self.tensors)} others). {_RECONVERT}"
-            )
+            raise UserError(f"{self.path}: holds no tensor {name!r} ({len(self.tensors)} others). {_RECONVERT}")
         info = self.tensors[name]
         raw = memoryview(self._data)[info.offset : info.offset + info.nbytes]
         return dequantize(raw, TENSOR_TYPES[_CODE_OF[info.type]], info.shape)
@@ -80,9 +78,7 @@ class GGUF:
         """
         value = self.metadata.get(key, default)
         if value is _REQUIRED:
-            raise UserError(
-                f"{self.path}: metadata {key!r} is missing, expected {kind.__name__}. {_RECONVERT}"
-            )
+            raise UserError(f"{self.path}: metadata {key!r} is missing, expected {kind.__name__}. {_RECONVERT}")
         if value is default:
             return value
         if isinstance(value, np.ndarray) and kind is list:
@@ -91,9 +87,7 @@ class GGUF:
             return float(value)
         if type(value) is not kind:
             found = f"an array of {len(value)}" if isinstance(value, list | np.ndarray) else repr(value)
-            raise UserError(
-                f"{self.path}: metadata {key!r} is {found}, expected {kind.__name__}. {_RECONVERT}"
-            )
+            raise UserError(f"{self.path}: metadata {key!r} is {found}, expected {kind.__name__}. {_RECONVERT}")
         return value
 
 
@@ -127,13 +121,9 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUF:
         records[name] = record
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise UserError(
-            f"{path}: metadata 'general.alignment' is {alignment!r}, expected a power of two. {AGAIN}"
-        )
+        raise UserError(f"{path}: metadata 'general.alignment' is {alignment!r}, expected a power of two. {AGAIN}")
     start = -(-cursor.at // alignment) * alignment
-    tensors = {
-        name: _locate(path, name, record, start, alignment, len(data)) for name, record in records.items()
-    }
+    tensors = {name: _locate(path, name, record, start, alignment, len(data)) for name, record in records.items()}
     _check_overlap(path, tensors)
     return GGUF(path, metadata, tensors, data)
 
@@ -148,9 +138,7 @@ def _map(path: Path) -> mmap.mmap:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file, expected a GGUF file. Check the path.") from None
     except IsADirectoryError:
-        raise UserError(
-            f"{path}: is a folder, expected a GGUF file. Name the .gguf file inside it."
-        ) from None
+        raise UserError(f"{path}: is a folder, expected a GGUF file. Name the .gguf file inside it.") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be opened: {error.strerror}. Make it a readable file.") from None
 
@@ -167,9 +155,7 @@ def _read_header(cursor: Cursor) -> tuple[int, int]:
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         found = f"a big-endian file of version {swapped}" if swapped in (2, 3) else f"version {version}"
-        raise UserError(
-            f"{cursor.path}: is {found}, expected little-endian GGUF of version 2 or 3. {_RECONVERT}"
-        )
+        raise UserError(f"{cursor.path}: is {found}, expected little-endian GGUF of version 2 or 3. {_RECONVERT}")
     return cursor.integer(8, "the number of tensors"), cursor.integer(8, "the number of metadata pairs")
 
 
@@ -178,9 +164,7 @@ def _read_record(cursor: Cursor) -> tuple[str, tuple[tuple[int, ...], int, int]]
     what = f"tensor {name!r}"
     rank = cursor.integer(4, what)
     if not 1 <= rank <= _MAX_DIMENSIONS:
-        raise UserError(
-            f"{cursor.path}: {what} has {rank} dimensions, expected 1 to {_MAX_DIMENSIONS}. {AGAIN}"
-        )
+        raise UserError(f"{cursor.path}: {what} has {rank} dimensions, expected 1 to {_MAX_DIMENSIONS}. {AGAIN}")
     shape = tuple(reversed([cursor.integer(8, what) for _ in range(rank)]))
     return name, (shape, cursor.integer(4, what), cursor.integer(8, what))
 

@@ -54,9 +54,7 @@ def open_huggingface(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], We
     config = read_json(folder / "config.json")
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method", "an unnamed method")
-        raise UserError(
-            f"{folder}: its weights are quantised by {method}, expected float weights. {_CONVERT}"
-        )
+        raise UserError(f"{folder}: its weights are quantised by {method}, expected float weights. {_CONVERT}")
     if "dtype" in config:
         config.setdefault("torch_dtype", config["dtype"])
     rope = config.get("rope_parameters")
@@ -77,8 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"{path}: no such file; the folder holds {listing(path.parent)}. Give a complete checkpoint "
-            "folder."
+            f"{path}: no such file; the folder holds {listing(path.parent)}. Give a complete checkpoint folder."
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}. Make it a readable file.") from None
@@ -103,8 +100,7 @@ def _no_weights(folder: Path) -> str:
             f"expected {_WHOLE}. {_CONVERT}"
         )
     return (
-        f"{folder}: holds neither {_WHOLE} nor {_INDEX}, but {listing(folder)}. "
-        "Give a folder with safetensors weights."
+        f"{folder}: holds neither {_WHOLE} nor {_INDEX}, but {listing(folder)}. Give a folder with safetensors weights."
     )
 
 
@@ -114,8 +110,7 @@ def _open_file(path: Path) -> dict[str, Entry]:
         names = list(handle.keys())
     except FileNotFoundError:
         raise UserError(
-            f"{path}: no such file, but {_INDEX} names it; the folder holds {listing(path.parent)}. Fetch "
-            "the rest."
+            f"{path}: no such file, but {_INDEX} names it; the folder holds {listing(path.parent)}. Fetch the rest."
         ) from None
     except (SafetensorError, OSError) as error:
         raise UserError(_broken(path, str(error))) from None
@@ -159,17 +154,14 @@ def _open_shards(folder: Path) -> dict[str, Entry]:
     entries = {}
     for name, place in places.items():
         if not isinstance(place, str) or Path(place).name != place:
-            raise UserError(
-                f"{index}: puts tensor {name!r} in {place!r}, expected the name of a file beside it."
-            )
+            raise UserError(f"{index}: puts tensor {name!r} in {place!r}, expected the name of a file beside it.")
         if place.endswith(_PICKLES):
             raise UserError(f"{index}: names the pickle {place}, which can run code when read. {_CONVERT}")
         if place not in shards:
             shards[place] = _open_file(folder / place)
         if name not in shards[place]:
             raise UserError(
-                f"{folder / place}: holds no tensor {name!r}, but {_INDEX} says so. Fetch both from one "
-                "release."
+                f"{folder / place}: holds no tensor {name!r}, but {_INDEX} says so. Fetch both from one release."
             )
         entries[name] = shards[place][name]
     return entries

@@ -147,9 +147,7 @@ def _refuse_variants(gguf: GGUF, head_dim: int) -> None:
     for key, value in expected.items():
         found = gguf.get(key, type(value), value)
         if found != value:
-            raise UserError(
-                f"{gguf.path}: metadata {key!r} is {found!r}, supported is only {value!r}. {_SAFETENSORS}"
-            )
+            raise UserError(f"{gguf.path}: metadata {key!r} is {found!r}, supported is only {value!r}. {_SAFETENSORS}")
 
 
 def _llama_names(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
@@ -180,9 +178,7 @@ _ARCHITECTURES = {"llama": (_llama_config, _llama_names)}
 def _positive(gguf: GGUF, key: str, default: int | None = None) -> int:
     value = gguf.get(key, int) if default is None else gguf.get(key, int, default)
     if value < 1:
-        raise UserError(
-            f"{gguf.path}: metadata {key!r} is {value}, expected 1 or more. Fetch or convert it again."
-        )
+        raise UserError(f"{gguf.path}: metadata {key!r} is {value}, expected 1 or more. Fetch or convert it again.")
     return value
 
 

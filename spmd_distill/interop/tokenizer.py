@@ -199,9 +199,7 @@ def tokenizer_from_folder(folder: str | os.PathLike[str]) -> TextTokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower type
-        raise UserError(
-            f"{path}: is not a tokenizer ({error}), expected a tokenizers JSON. Fetch it again."
-        ) from None
+        raise UserError(f"{path}: is not a tokenizer ({error}), expected a tokenizers JSON. Fetch it again.") from None
     settings = read_json(folder / "tokenizer_config.json")
     roles = {}
     for role in _ROLES:
@@ -225,9 +223,7 @@ def tokenizer_from_gguf(gguf: GGUF) -> TextTokenizer:
     """
     kind = gguf.get("tokenizer.ggml.model", str)
     if kind != "gpt2":
-        raise UserError(
-            f"{gguf.path}: its tokenizer is {kind!r}, supported is 'gpt2' (byte-level BPE). {_FOLDER}"
-        )
+        raise UserError(f"{gguf.path}: its tokenizer is {kind!r}, supported is 'gpt2' (byte-level BPE). {_FOLDER}")
     rule = gguf.get("tokenizer.ggml.pre", str, "default")
     if rule not in _SPLITTERS:
         raise UserError(
@@ -249,8 +245,7 @@ def tokenizer_from_gguf(gguf: GGUF) -> TextTokenizer:
         number = gguf.get(f"tokenizer.ggml.{key}_token_id", int, None)
         if number is not None and not 0 <= number < len(tokens):
             raise UserError(
-                f"{gguf.path}: its {role} token has id {number}, expected less than {len(tokens)}. Convert "
-                "it again."
+                f"{gguf.path}: its {role} token has id {number}, expected less than {len(tokens)}. Convert it again."
             )
         if number is not None:
             roles[role] = tokens[number]
@@ -267,9 +262,7 @@ def _bpe(gguf: GGUF, tokens: list[str]) -> models.BPE:
     ids = {token: number for number, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         twice = next(token for number, token in enumerate(tokens) if ids[token] != number)
-        raise UserError(
-            f"{gguf.path}: token {twice!r} is there twice, expected once. Fetch or convert the file again."
-        )
+        raise UserError(f"{gguf.path}: token {twice!r} is there twice, expected once. Fetch or convert the file again.")
     for rank, merge in enumerate(merges):
         if len(merge) != 2 or not {*merge, "".join(merge)} <= ids.keys():
             raise UserError(

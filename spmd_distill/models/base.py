@@ -100,9 +100,7 @@ class Model:
             lambda path, x, axes: layout.spec(axes, x.shape, path_name(path)), self.abstract, self.axes
         )
 
-    def apply(
-        self, params: Params, batch: Batch, shard: Shard, dropout_key: jax.Array | None = None
-    ) -> Unembedded:
+    def apply(self, params: Params, batch: Batch, shard: Shard, dropout_key: jax.Array | None = None) -> Unembedded:
         """Run on one shard's rows ``[B, L]``: hidden states ``[B * L, D]`` and this shard's unembedding rows.
 
         ``dropout_key`` turns dropout on; the same key gives the same masks on every layout.

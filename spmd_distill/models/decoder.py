@@ -59,9 +59,7 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise UserError(f"Decoder: head_dim is {self.head_dim}; rotary positions need an even number.")
         if self.remat not in REMAT_POLICIES:
-            raise UserError(
-                f"Decoder: unknown remat {self.remat!r}; expected one of {', '.join(REMAT_POLICIES)}."
-            )
+            raise UserError(f"Decoder: unknown remat {self.remat!r}; expected one of {', '.join(REMAT_POLICIES)}.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"Decoder: dropout is {self.dropout}; expected 0 <= dropout < 1.")
 
@@ -101,9 +99,7 @@ class Decoder(nnx.Module):
         if not config.tied:
             self.unembed = declare(rngs, init, table, ("vocab", "embed"), config.param_dtype, None)
 
-    def __call__(
-        self, batch: Batch, shard: Shard, specs: Specs, dropout_key: jax.Array | None = None
-    ) -> Unembedded:
+    def __call__(self, batch: Batch, shard: Shard, specs: Specs, dropout_key: jax.Array | None = None) -> Unembedded:
         """See `Model.apply`."""
         config = self.config
         table = self._table(self.embed, shard, specs["embed"])

@@ -118,9 +118,7 @@ def attention_mask(segments: Int[Array, "B L"]) -> Bool[Array, "B 1 L L"]:
     return (causal & (segments[:, :, None] == segments[:, None, :]))[:, None]
 
 
-def embed_tokens(
-    table: Float[Array, "V D"], tokens: Int[Array, "B L"], shard: Shard
-) -> Float[Array, "B Llocal D"]:
+def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B L"], shard: Shard) -> Float[Array, "B Llocal D"]:
     """Look tokens up in a table whose rows are spread over ``model``."""
     local = tokens - axis_index("model") * table.shape[0]
     here = (local >= 0) & (local < table.shape[0])

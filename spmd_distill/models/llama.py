@@ -15,16 +15,12 @@ def config_from_huggingface(config: Mapping[str, Any]) -> DecoderConfig:
     scaling = config.get("rope_scaling") or {}
     rope = {**scaling, **(config.get("rope_parameters") or {})}
     if rope.get("rope_type", rope.get("type", "default")) not in ("default", None):
-        raise UserError(
-            f"Llama config: rope type {rope.get('rope_type', rope.get('type'))!r} is not supported."
-        )
+        raise UserError(f"Llama config: rope type {rope.get('rope_type', rope.get('type'))!r} is not supported.")
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise UserError(f"Llama config: {key}: true is not supported; only models without biases are.")
     if config.get("hidden_act", "silu") != "silu":
-        raise UserError(
-            f"Llama config: hidden_act {config['hidden_act']!r} is not supported; expected 'silu'."
-        )
+        raise UserError(f"Llama config: hidden_act {config['hidden_act']!r} is not supported; expected 'silu'.")
     try:
         heads = config["num_attention_heads"]
         return DecoderConfig(

@@ -153,9 +153,7 @@ def test_the_vocabulary_check_passes_exactly_what_fits(docs, length, vocab_size)
 
 def test_the_vocabulary_check_names_row_position_and_id():
     rows = pack([np.array([1, 2, 3, 4, 5, 50000, 7])], length=4)
-    with pytest.raises(
-        UserError, match=r"row 1, position 1: tokens holds id 50000, expected 0 to 49151 .*; 1 such"
-    ):
+    with pytest.raises(UserError, match=r"row 1, position 1: tokens holds id 50000, expected 0 to 49151 .*; 1 such"):
         check_vocabulary(rows, 49152)
     check_vocabulary(pack([], 4), 49152)
 

@@ -19,9 +19,7 @@ class Assets:
 
 def shared_paragraphs(train: list[Document], held_out: list[Document]) -> set[str]:
     """Paragraphs too long to be repeated by chance that stand on both sides."""
-    one, other = (
-        {p for d in side for p in _paragraphs(d.text) if len(p) >= 80} for side in (train, held_out)
-    )
+    one, other = ({p for d in side for p in _paragraphs(d.text) if len(p) >= 80} for side in (train, held_out))
     return one & other
 
 

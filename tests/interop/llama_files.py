@@ -105,9 +105,7 @@ def llama_tensors(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             continue
         layer, part = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
         part = GGUF_NAMES[part]
-        tensors[f"blk.{layer}.{part}.weight"] = (
-            interleave(weight, HEADS_OF[part]) if part in HEADS_OF else weight
-        )
+        tensors[f"blk.{layer}.{part}.weight"] = interleave(weight, HEADS_OF[part]) if part in HEADS_OF else weight
     return tensors
 
 

@@ -147,8 +147,8 @@ BAD_FILES = {
         f"claims {1 << 20} strings in metadata 'k', which need at least {1 << 23} bytes, but only 99 are",
     ),
     "cut strings": (
-        header(0, 1) + array("k", STRING, 2) + text("ab") + b"\x09",
-        "8 bytes expected from byte 59",
+        header(0, 1) + array("k", STRING, 2) + text("abcdefgh") + b"\x09",
+        "ends inside metadata 'k': 8 bytes expected from byte 65 on, 1 found",
     ),
     "long string": (
         header(0, 1) + array("k", STRING, 2) + text("ab") + u64(99) + b"ab",

@@ -26,9 +26,7 @@ def words(count: int) -> TextTokenizer:
 
 
 def same(found: np.ndarray, expected: np.ndarray) -> bool:
-    return (found.dtype, found.shape) == (expected.dtype, expected.shape) and (
-        found.tobytes() == expected.tobytes()
-    )
+    return (found.dtype, found.shape) == (expected.dtype, expected.shape) and (found.tobytes() == expected.tobytes())
 
 
 def beside(folder: Path) -> list[str]:
@@ -38,9 +36,7 @@ def beside(folder: Path) -> list[str]:
 # ---- round trips ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda dtype: dtype.__name__
-)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda dtype: dtype.__name__)
 def test_an_export_comes_back_bit_for_bit(dtype, tmp_path):
     original = {name: value.astype(dtype) for name, value in llama_weights().items()}
     folder = save_huggingface(tmp_path / "deep" / "model", CONFIG, original)

@@ -92,9 +92,7 @@ def test_a_gguf_read_by_us_and_by_transformers_gives_the_same_logits(tmp_path):
     vocabulary |= {"tokenizer.ggml.merges": ["t 1"]}
     pairs = PAIRS | vocabulary
     path = write_gguf(tmp_path / "m.gguf", llama_tensors(llama_weights()), pairs, kind="Q8_0")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="m.gguf", dtype=torch.float32
-    ).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
     ours = load(save_huggingface(tmp_path / "ours", *gguf_to_huggingface(open_gguf(path))))
     tokens = torch.arange(2, 32)[None]
     with torch.no_grad():

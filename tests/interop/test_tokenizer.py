@@ -117,15 +117,11 @@ def test_a_model_without_a_role_has_none(plain):
 
 
 def test_a_role_outside_of_the_vocabulary_is_refused(plain):
-    with pytest.raises(
-        UserError, match=r"there: its pad token '<pad>' is not in its vocabulary of 300 tokens"
-    ):
+    with pytest.raises(UserError, match=r"there: its pad token '<pad>' is not in its vocabulary of 300 tokens"):
         TextTokenizer(plain, {"pad": "<pad>"}, source="there")
 
 
-@pytest.mark.parametrize(
-    ("ids", "found"), [([3, 300], "id 300 at position 1"), ([-1], "id -1 at position 0")]
-)
+@pytest.mark.parametrize(("ids", "found"), [([3, 300], "id 300 at position 1"), ([-1], "id -1 at position 0")])
 def test_ids_that_do_not_exist_are_not_dropped(ids, found, ours):
     with pytest.raises(UserError, match=f"cannot decode {found}, expected ids of 0 to 299"):
         ours.decode(ids)
@@ -185,9 +181,7 @@ def test_a_template_that_fails_is_the_users_to_mend(template, message, ours):
 
 
 def test_bad_messages_and_no_template(ours):
-    with pytest.raises(
-        UserError, match=r"message 1 is .*'role': 'user'.*, expected an object with 'role' and"
-    ):
+    with pytest.raises(UserError, match=r"message 1 is .*'role': 'user'.*, expected an object with 'role' and"):
         ours.apply_chat([{"role": "user", "content": "x"}, {"role": "user"}])
     ours.chat_template = None
     with pytest.raises(UserError, match="has no chat template, expected one"):
@@ -204,9 +198,7 @@ def test_saved_and_read_it_is_the_same_tokenizer(ours, tmp_path):
     assert again.vocabulary == ours.vocabulary and again.special_tokens == ours.special_tokens
     assert (again.bos_id, again.eos_id, again.pad_id) == (1, 2, 2)
     assert again.chat_template == CHATML
-    assert [ids.tolist() for ids in again.encode_batch(TEXTS)] == [
-        ids.tolist() for ids in ours.encode_batch(TEXTS)
-    ]
+    assert [ids.tolist() for ids in again.encode_batch(TEXTS)] == [ids.tolist() for ids in ours.encode_batch(TEXTS)]
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast" and settings["eos_token"] == "<|end|>"
 
@@ -222,9 +214,7 @@ def test_a_fingerprint_tells_what_changes_ids(plain, ours):
 
     def fewer_merges(other):
         whole = json.loads(other.to_str())["model"]
-        other.model = models.BPE(
-            vocab=whole["vocab"], merges=[tuple(merge) for merge in whole["merges"][:-1]]
-        )
+        other.model = models.BPE(vocab=whole["vocab"], merges=[tuple(merge) for merge in whole["merges"][:-1]])
 
     assert fingerprint(lambda other: None) == ours.fingerprint()
     changes = [digits, fewer_merges, lambda other: other.add_tokens(["new"])]

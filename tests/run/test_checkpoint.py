@@ -284,9 +284,7 @@ def save_until_full(folder):
         checkpoints.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
         checkpoints.save(2, big, {})
-        with pytest.raises(
-            UserError, match=r"cannot write: File too large \(.*steps \[1\] are intact"
-        ) as error:
+        with pytest.raises(UserError, match=r"cannot write: File too large \(.*steps \[1\] are intact") as error:
             {
                 "wait": checkpoints.wait,
                 "restore": lambda: checkpoints.restore(like=abstract(state_at(1))),

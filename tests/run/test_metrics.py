@@ -147,9 +147,7 @@ def test_full_disk_neither_hangs_nor_hides_the_cause(tmp_path, caplog, full):
 
 
 def test_a_strange_line_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "split": "train", "seconds": 1.0, "kl": 1.0}\n{"step": 2}\n'
-    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train", "seconds": 1.0, "kl": 1.0}\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: expected .* found '\{\"step\": 2\}"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("hello\n")

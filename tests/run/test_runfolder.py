@@ -63,18 +63,14 @@ def test_create_refuses_what_is_there_and_leaves_it_alone(tmp_path):
 def test_create_where_a_file_is(tmp_path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below" / "run"):
-        with pytest.raises(
-            UserError, match=f"run folder {path}: found a file at {tmp_path}/file, expected a folder"
-        ):
+        with pytest.raises(UserError, match=f"run folder {path}: found a file at {tmp_path}/file, expected a folder"):
             RunFolder.create(path)
     assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /sys, which nobody may write")
 def test_create_where_nobody_may_write():
-    with pytest.raises(
-        UserError, match=r"cannot write /sys/kernel/run: .*; free some space, or take --run OTHER"
-    ):
+    with pytest.raises(UserError, match=r"cannot write /sys/kernel/run: .*; free some space, or take --run OTHER"):
         RunFolder.create("/sys/kernel/run")
 
 
@@ -131,9 +127,7 @@ def test_config_keeps_order_and_values(tmp_path):
     assert run.config.read_text() == text
 
 
-@pytest.mark.parametrize(
-    "text, said", [("a: [", "cannot be read"), ("- a", "found list"), ("", "found NoneType")]
-)
+@pytest.mark.parametrize("text, said", [("a: [", "cannot be read"), ("- a", "found list"), ("", "found NoneType")])
 def test_config_that_is_none(tmp_path, text, said):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match=said):
