@@ -40,12 +40,7 @@ class Weights(Mapping[str, np.ndarray]):
         """Read one tensor. Raises `MissingTensorError` (`UserError` and `KeyError`) for an unknown name."""
         entry = self._entry(name)
         array = entry.read()
-        assert array.shape == entry.shape and array.dtype == entry.dtype, (
-            name,
-            array.shape,
-            array.dtype,
-            entry,
-        )
+        assert (array.shape, array.dtype) == (entry.shape, entry.dtype), (name, array.shape, array.dtype, entry)
         return array
 
     def __iter__(self) -> Iterator[str]:
@@ -75,9 +70,8 @@ class Weights(Mapping[str, np.ndarray]):
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:
             raise MissingTensorError(
-                f"{self.source}: holds no tensor {name!r} (it holds {len(self)} tensors, "
-                f"{_few(self._entries)}). The checkpoint belongs to another architecture, or part of it is "
-                "missing."
+                f"{self.source}: holds no tensor {name!r} (it holds {len(self)} tensors, {_few(self._entries)}). "
+                "The checkpoint belongs to another architecture, or part of it is missing."
             )
         return self._entries[name]
 
