@@ -93,6 +93,13 @@ class MeshLayout:
                     f"Mesh layout {name!r}: axis {axis!r} has size {size!r}; a positive integer was expected, or -1 "
                     f"for all devices that the other axes leave."
                 )
+        for logical, found in content["rules"].items():
+            listed = found if isinstance(found, list | tuple) else (found or "",)
+            if not all(isinstance(axis, str) for axis in (logical, *listed)):
+                raise UserError(
+                    f"Mesh layout {name!r}: the rule {logical!r}: {found!r} was expected to be the name of a logical "
+                    f"axis and the name, or a list of the names, of mesh axes."
+                )
         rules = {k: (v,) if isinstance(v, str) else tuple(v or ()) for k, v in content["rules"].items()}
         layout = cls(name, tuple(content["axes"].items()), tuple(rules.items()))
         layout.validate()
