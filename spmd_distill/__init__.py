@@ -1,0 +1,51 @@
+"""Distil a large language model into a small one as an SPMD program: one shard body under three mappers.
+
+Names are imported when they are first used, so that ``import spmd_distill`` neither starts jax nor costs time.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Batch": "types",
+    "Checkpoints": "checkpoint",
+    "CrossEntropy": "divergences",
+    "DecoderConfig": "models",
+    "Distillation": "step",
+    "ForwardKL": "divergences",
+    "FusedHead": "head",
+    "Loader": "data",
+    "MeshLayout": "sharding",
+    "Model": "models",
+    "Objective": "objective",
+    "OnlineTeacher": "teachers",
+    "ReferenceHead": "head",
+    "RunConfig": "config",
+    "TrainState": "types",
+    "UserError": "errors",
+    "WeightedTerm": "objective",
+    "continue_greedily": "generate",
+    "create_state": "state",
+    "decoder": "models",
+    "distil": "train",
+    "init_params": "state",
+    "layout_names": "sharding",
+    "make_mapper": "mappers",
+    "open_checkpoint": "loading",
+    "pack": "data",
+    "parse_config": "config",
+    "prepare_jax": "runtime",
+    "save_huggingface": "interop",
+    "select_layers": "state",
+    "verify": "verify",
+}
+
+__all__ = sorted([*_HOME, "__version__"])  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'spmd_distill' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"spmd_distill.{_HOME[name]}"), name)

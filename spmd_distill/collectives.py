@@ -219,20 +219,27 @@ def scatter_to(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_param(x: jax.Array, axis: str, dim: int, dtype: Any) -> jax.Array:
+def gather_param(x: jax.Array, axes: Axes, dim: int, dtype: Any) -> jax.Array:
     """`gather_from` of ``x.astype(dtype)``: the cast travels in ``dtype``, the gradient is summed in ``x``'s own type.
 
     A bfloat16 copy of a float32 parameter is gathered (half the bytes) while its gradient loses nothing in the sum.
+    Several axes are those of a spec: the first cuts ``dim`` into the coarsest pieces.
     """
-    return all_gather(x.astype(dtype), axis, dim=dim)
+    x = x.astype(dtype)
+    for axis in reversed(_names(axes)):
+        x = all_gather(x, axis, dim=dim)
+    return x
 
 
-def _gather_param_fwd(x: jax.Array, axis: str, dim: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    return gather_param(x, axis, dim, dtype), jnp.zeros((), x.dtype)  # the scalar only carries the stored type
+def _gather_param_fwd(x: jax.Array, axes: Axes, dim: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    return gather_param(x, axes, dim, dtype), jnp.zeros((), x.dtype)  # the scalar only carries the stored type
 
 
-def _gather_param_bwd(axis: str, dim: int, dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    return (psum_scatter(g.astype(like.dtype), axis, dim=dim),)
+def _gather_param_bwd(axes: Axes, dim: int, dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    g = g.astype(like.dtype)
+    for axis in _names(axes):
+        g = psum_scatter(g, axis, dim=dim)
+    return (g,)
 
 
 gather_param.defvjp(_gather_param_fwd, _gather_param_bwd)

@@ -128,6 +128,11 @@ class TrainProgress:
                 took = f"{time.monotonic() - began:.1f} s"
                 self._say(f"{message}: {took if done else f'stopped after {took}'}")
 
+    def note(self, message: str) -> None:
+        """Say something once, above the live line."""
+        if self._enabled:
+            self._say(message)
+
     def _render(self) -> RenderableType:
         with self._lock:
             self._bar.update(self._task, completed=self._step, status=self._status())

@@ -11,7 +11,6 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import yaml
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmd_distill.errors import UserError
+from spmd_distill.runtime import layouts_folder
 
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "batch": ("replica", "data"),
@@ -37,8 +37,9 @@ LOGICAL_AXES: dict[str, tuple[str, ...]] = {
 
 MESH_AXES = ("replica", "data", "model")
 TENSOR_PARALLEL = ("heads", "kv_heads", "mlp", "vocab")
-WHOLE_IF_UNEVEN = ("heads", "kv_heads")
-"""Axes stored whole where their size does not divide: each shard then takes its own heads out of the whole array."""
+CUT_ELSEWHERE = ("heads", "kv_heads")
+"""Axes that need not divide: the array is then cut along ``embed``, gathered where it is used, and each shard takes its
+own heads out of it."""
 
 Spec = PartitionSpec
 Specs = Any
@@ -214,21 +215,29 @@ class MeshLayout:
     def spec(self, logical: Sequence[str | None], shape: Sequence[int] | None = None, name: str = "array") -> Spec:
         """Place an array whose dimensions have these logical axes (None: always whole).
 
-        With ``shape`` given, raise `UserError` where a dimension does not divide; heads are stored whole instead.
+        With ``shape`` given, raise `UserError` where a dimension does not divide. Heads are the exception: an array
+        whose heads do not divide is cut along ``embed`` instead, or is whole if that does not divide either.
         """
-        rules, entries, seen = dict(self.rules), [], {}
-        for i, axis in enumerate(logical):
-            mesh_axes = rules.get(axis, ()) if axis is not None else ()
-            if shape is not None and mesh_axes:
-                shards = math.prod(self.sizes[a] for a in mesh_axes)
-                if shape[i] % shards:
-                    if axis not in WHOLE_IF_UNEVEN:
-                        raise UserError(
-                            f"{name}: dimension {i} ({axis}) has size {shape[i]}, which mesh layout {self.name!r} "
-                            f"cannot cut into {shards} equal shards over {' x '.join(mesh_axes)}. Choose a layout "
-                            f"whose axis divides it, or another size."
-                        )
-                    mesh_axes = ()
+        rules = dict(self.rules)
+        entries = [rules.get(axis, ()) if axis is not None else () for axis in logical]
+        for i, (axis, mesh_axes) in enumerate(zip(logical, entries, strict=True)):
+            shards = math.prod(self.sizes[a] for a in mesh_axes)
+            if shape is None or shape[i] % shards == 0:
+                continue
+            if axis not in CUT_ELSEWHERE:
+                raise UserError(
+                    f"{name}: dimension {i} ({axis}) has size {shape[i]}, which mesh layout {self.name!r} cannot cut "
+                    f"into {shards} equal shards over {' x '.join(mesh_axes)}. Choose a layout whose axis divides it, "
+                    f"or another size."
+                )
+            entries[i] = ()
+            if "embed" in logical:
+                j = logical.index("embed")
+                longer = (*entries[j], *(a for a in mesh_axes if a not in entries[j]))
+                if shape[j] % math.prod(self.sizes[a] for a in longer) == 0:
+                    entries[j] = longer
+        seen: dict[str, Any] = {}
+        for axis, mesh_axes in zip(logical, entries, strict=True):
             for mesh_axis in mesh_axes:
                 if mesh_axis in seen:
                     raise UserError(
@@ -236,18 +245,11 @@ class MeshLayout:
                         f"{mesh_axis!r}; one array can use an axis once."
                     )
                 seen[mesh_axis] = axis
-            entries.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
-        return PartitionSpec(*entries)
+        return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
 
 
 REPLICATED: Spec = PartitionSpec()
 """Whole on every device."""
-
-
-def layouts_folder() -> Path:
-    """Where the built-in layouts lie: in an installed wheel inside the package, in a checkout beside it."""
-    installed = Path(str(resources.files("spmd_distill"))) / "meshes"
-    return installed if installed.is_dir() else Path(__file__).resolve().parent.parent / "meshes"
 
 
 def layout_names(devices: int | None = None) -> list[str]:
@@ -265,11 +267,6 @@ def spec_axes(spec: Spec, ndim: int) -> tuple[tuple[str, ...], ...]:
 def sharded_axes(spec: Spec) -> frozenset[str]:
     """All mesh axes that a spec uses."""
     return frozenset(axis for axes in spec_axes(spec, len(spec)) for axis in axes)
-
-
-def without_leading(spec: Spec) -> Spec:
-    """The spec of one slice along the first dimension (a layer out of stacked layers)."""
-    return PartitionSpec(*tuple(spec)[1:])
 
 
 def is_spec(x: Any) -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd_distill.collectives import psum, to_varying
+from spmd_distill.collectives import psum, to_varying, vary_like
 from spmd_distill.head import AbstractHead, FusedHead
 from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Model, Shard
@@ -68,11 +68,14 @@ class Distillation:
             number, micro = numbered
             return jax.tree.map(jnp.add, total, gradient_of(params, micro, jax.random.fold_in(key, number))), None
 
-        micro_batches = batch.tokens.shape[0]
-        total = gradient_of(params, jax.tree.map(lambda x: x[0], batch), jax.random.fold_in(key, 0))
-        if micro_batches > 1:
-            rest = (jnp.arange(1, micro_batches), jax.tree.map(lambda x: x[1:], batch))
-            total, _ = jax.lax.scan(accumulate, total, rest)
+        micro_batches, first = batch.tokens.shape[0], jax.tree.map(lambda x: x[0], batch)
+        if micro_batches == 1:
+            total = gradient_of(params, first, jax.random.fold_in(key, 0))
+        else:
+            _, sums = jax.eval_shape(gradient_of, params, first, key)
+            zero_sums = jax.tree.map(lambda x: vary_like(jnp.zeros(x.shape, x.dtype), batch.mask), sums)
+            start = (jax.tree.map(jnp.zeros_like, params), zero_sums)
+            total, _ = jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), batch))
         grads, sums = total
         return jax.tree.map(psum, grads, missing), psum(sums, batch_axes), count
 

@@ -35,6 +35,10 @@ class Rows:
         """One row: its tokens, labels, mask, positions and segments, each a view of shape ``[L]``."""
         return {field.name: getattr(self, field.name)[index] for field in fields(self)}
 
+    def subset(self, indices: Sequence[int]) -> "Rows":
+        """Only the rows of these numbers, in this order."""
+        return Rows(**{field.name: getattr(self, field.name)[list(indices)] for field in fields(self)})
+
     @property
     def valid_tokens(self) -> int:
         """How many positions have a label: what a loss over all rows is divided by."""

@@ -18,7 +18,7 @@ from spmd_distill.collectives import (
     scatter_to,
     shard_index,
 )
-from spmd_distill.sharding import MeshLayout, Specs, is_spec, spec_axes
+from spmd_distill.sharding import MeshLayout, Specs, sharded_axes, spec_axes
 from spmd_distill.types import Batch, Params, Unembedded
 
 
@@ -47,17 +47,31 @@ class Shard:
         """A parameter that every shard of ``model`` holds whole and applies to its own tokens between blocks."""
         return copy_to(parameter, "model") if self.layout.sequence_sharded else parameter
 
-    def materialise(self, params: Params, specs: Specs) -> Params:
-        """Parameters as a layer uses them: whole along ``embed`` (gathered under FSDP), matrices in compute type."""
+    def materialise(self, params: Params, uses: Any) -> Params:
+        """Parameters as a layer uses them: matrices in compute type, whole along ``embed``, gathered if need be."""
 
-        def one(spec: Any, x: jax.Array) -> jax.Array:
-            dtype = self.dtype if x.ndim > 1 else x.dtype
-            for dim, axes in enumerate(spec_axes(spec, x.ndim)):
-                if self.layout.fsdp_axis in axes:
-                    return gather_param(x, self.layout.fsdp_axis, dim, dtype)
-            return x.astype(dtype)
+        def one(use: Use, x: jax.Array) -> jax.Array:
+            if x.ndim == 1:
+                return x
+            if use.gather_axes:
+                return gather_param(x, use.gather_axes, x.ndim - use.from_end, self.dtype)
+            if use.partial:
+                x = copy_to(x, "model")
+            return x.astype(self.dtype)
 
-        return jax.tree.map(one, specs, params, is_leaf=is_spec)
+        return jax.tree.map(one, uses, params)
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a shard gets at a parameter, derived from its logical axes and where the layout puts it."""
+
+    gather_axes: tuple[str, ...]
+    """Mesh axes that its ``embed`` dimension is cut over: it is gathered over them where it is used."""
+    from_end: int
+    """Which dimension that is, counted from the last (1), so that stacked layers make no difference."""
+    partial: bool
+    """Every shard of ``model`` holds the whole and uses a part (its heads could not be cut): gradients are summed."""
 
 
 def declare(
@@ -100,13 +114,25 @@ class Model:
             lambda path, x, axes: layout.spec(axes, x.shape, path_name(path)), self.abstract, self.axes
         )
 
+    def uses(self, layout: MeshLayout) -> Any:
+        """How a shard body gets at every parameter, as a tree of `Use`."""
+
+        def one(x: jax.ShapeDtypeStruct, axes: tuple[str, ...], spec: Any) -> Use:
+            cut = spec_axes(spec, x.ndim)
+            dim = axes.index("embed") if "embed" in axes else x.ndim - 1
+            gathered = cut[dim] if "embed" in axes else ()
+            partial = "heads" in "".join(axes) and layout.sizes["model"] > 1 and "model" not in sharded_axes(spec)
+            return Use(gathered, x.ndim - dim, partial)
+
+        return jax.tree.map(one, self.abstract, self.axes, self.specs(layout))
+
     def apply(self, params: Params, batch: Batch, shard: Shard, dropout_key: jax.Array | None = None) -> Unembedded:
         """Run on one shard's rows ``[B, L]``: hidden states ``[B * L, D]`` and this shard's unembedding rows.
 
         ``dropout_key`` turns dropout on; the same key gives the same masks on every layout.
         """
         module: Any = nnx.merge(self._graphdef, params)
-        return module(batch, shard, self.specs(shard.layout), dropout_key)
+        return module(batch, shard, self.uses(shard.layout), dropout_key)
 
     @property
     def parameter_count(self) -> int:

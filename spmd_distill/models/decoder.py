@@ -9,9 +9,8 @@ from flax import nnx
 
 from spmd_distill.collectives import collect_from, vary_like
 from spmd_distill.errors import UserError
-from spmd_distill.models.base import Model, Shard, declare, dropout_factors, token_keys
+from spmd_distill.models.base import Model, Shard, Use, declare, dropout_factors, token_keys
 from spmd_distill.models.layers import Attention, RMSNorm, SwiGLU, attention_mask, embed_tokens, rotation_of
-from spmd_distill.sharding import Specs, is_spec, without_leading
 from spmd_distill.types import Batch, LogitTransform, Unembedded
 
 VOCAB_MULTIPLE = 128
@@ -99,11 +98,11 @@ class Decoder(nnx.Module):
         if not config.tied:
             self.unembed = declare(rngs, init, table, ("vocab", "embed"), config.param_dtype, None)
 
-    def __call__(self, batch: Batch, shard: Shard, specs: Specs, dropout_key: jax.Array | None = None) -> Unembedded:
+    def __call__(self, batch: Batch, shard: Shard, uses: Any, dropout_key: jax.Array | None = None) -> Unembedded:
         """See `Model.apply`."""
         config = self.config
-        table = self._table(self.embed, shard, specs["embed"])
-        unembed = table if config.tied else self._table(self.unembed, shard, specs["unembed"])
+        table = self._table(self.embed, shard, uses["embed"])
+        unembed = table if config.tied else self._table(self.unembed, shard, uses["unembed"])
         rotation = rotation_of(batch.positions, config.head_dim, config.rope_theta, shard.dtype)
         mask = attention_mask(batch.segments)
         h = embed_tokens(table, batch.tokens, shard)
@@ -111,11 +110,10 @@ class Decoder(nnx.Module):
         keys = token_keys(dropout_key, *h.shape[:2], shard) if drop else None
 
         graphdef, stacked = nnx.split(self.layers)
-        layer_specs = jax.tree.map(without_leading, specs["layers"], is_leaf=is_spec)
 
         def layer(h: jax.Array, xs: Any) -> tuple[jax.Array, None]:
             number, params = xs
-            block: Any = nnx.merge(graphdef, shard.materialise(params, layer_specs))
+            block: Any = nnx.merge(graphdef, shard.materialise(params, uses["layers"]))
             factors = None
             if keys is not None:
                 factors = dropout_factors(keys, number, 2, config.dropout, config.width, shard.dtype)
@@ -132,9 +130,9 @@ class Decoder(nnx.Module):
         return Unembedded(h.reshape(-1, config.width), unembed, LogitTransform(config.vocab_size))
 
     @staticmethod
-    def _table(parameter: nnx.Param, shard: Shard, spec: Any) -> jax.Array:
+    def _table(parameter: nnx.Param, shard: Shard, use: Use) -> jax.Array:
         """An embedding table, gathered once a step under FSDP; otherwise as stored, and cast where it is used."""
-        return shard.materialise(parameter[...], spec) if shard.layout.fsdp_axis else parameter[...]
+        return shard.materialise(parameter[...], use) if use.gather_axes else parameter[...]
 
 
 def decoder(config: DecoderConfig) -> Model:

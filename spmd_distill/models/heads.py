@@ -1,8 +1,9 @@
 """Which attention heads a tensor-parallel shard computes, for any head counts on any number of shards.
 
 Where the counts divide, every shard holds its own heads. Where they do not (SmolLM2 has 9 query and 3 key/value heads,
-Qwen2.5-0.5B 14 and 2), the weights are stored whole and each shard picks heads by a table: key/value heads are
-repeated on as many shards as fit, and empty places compute a head of zeros that the output projection ignores.
+Qwen2.5-0.5B 14 and 2), the weights are stored cut along ``embed``, gathered, and each shard picks heads by a table:
+key/value heads are repeated on as many shards as fit, and empty places compute a head of zeros that the output
+projection ignores.
 """
 
 import functools
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_distill.collectives import axis_index, copy_to
+from spmd_distill.collectives import axis_index
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ def head_plan(heads: int, kv_heads: int, shards: int) -> HeadPlan:
 
 
 def own_heads(weight: jax.Array, table: tuple[tuple[int, ...], ...], count: int, dim: int) -> jax.Array:
-    """This shard's heads along ``dim``, out of a weight that is stored cut (nothing to do) or whole (picked)."""
+    """This shard's heads along ``dim``, out of a weight that is cut there already (nothing to do) or whole (picked)."""
     shards = len(table)
     if shards == 1 or count % shards == 0:
         return weight
     mine = jnp.asarray(np.asarray(table, np.int32))[axis_index("model")]
-    return jnp.take(copy_to(weight, "model"), mine, axis=dim, mode="fill", fill_value=0)
+    return jnp.take(weight, mine, axis=dim, mode="fill", fill_value=0)

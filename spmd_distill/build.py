@@ -1,0 +1,153 @@
+"""From a run file to the parts of a run: mapper, teacher, student, objective, optimizer."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spmd_distill.config import OptimizerConfig, RunConfig
+from spmd_distill.divergences import DIVERGENCES
+from spmd_distill.errors import UserError
+from spmd_distill.head import AbstractHead, FusedHead, ReferenceHead
+from spmd_distill.loading import Checkpoint, Say, open_checkpoint
+from spmd_distill.mappers import AbstractMapper, make_mapper
+from spmd_distill.models import Model, decoder
+from spmd_distill.objective import Objective
+from spmd_distill.sharding import MeshLayout
+from spmd_distill.step import Distillation
+from spmd_distill.teachers import OnlineTeacher
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a run, built but holding no array yet."""
+
+    config: RunConfig
+    checkpoint: Checkpoint
+    """The teacher on disk."""
+    layers: tuple[int, ...]
+    """Which of the teacher's layers the student starts from."""
+    run: Distillation
+    tx: optax.GradientTransformation
+    schedule: optax.Schedule
+    """Learning rate by optimizer step."""
+
+
+def set_up(config: RunConfig, say: Say = lambda message: None) -> Setup:
+    """Open the teacher and put the run together. Raises `UserError` for everything that does not fit."""
+    types = config.precision
+    if "float64" in (types.compute, types.teacher, types.student):
+        jax.config.update("jax_enable_x64", True)
+    mapper = build_mapper(config.mesh, config.mapper)
+    check_batch(config, mapper)
+    checkpoint = open_checkpoint(config.teacher.path, types.teacher, say)
+    layers = student_layers(config, checkpoint.model.config.layers)
+    student = build_student(config, checkpoint.model, len(layers))
+    for model in (checkpoint.model, student):
+        model.specs(mapper.layout)  # says now what does not fit
+    run = Distillation(
+        student,
+        OnlineTeacher(checkpoint.model),
+        build_objective(config),
+        mapper,
+        build_head(config),
+        jnp.dtype(types.compute),
+    )
+    schedule = build_schedule(config.optimizer, config.steps)
+    return Setup(config, checkpoint, layers, run, build_optimizer(config.optimizer, schedule), schedule)
+
+
+def build_mapper(mesh: str, mapper: str) -> AbstractMapper:
+    """The mapper over the layout called ``mesh``; ``auto`` takes what the devices found allow."""
+    if mesh == "auto":
+        count = len(jax.devices())
+        mesh = "single" if count == 1 else "dp2_tp4" if count == 8 else "fsdp"
+    return make_mapper(mapper, MeshLayout.load(mesh))
+
+
+def check_batch(config: RunConfig, mapper: AbstractMapper) -> None:
+    """Raise `UserError` where the batch cannot be cut as the layout says."""
+    layout, data = mapper.layout, config.data
+    if data.rows % layout.batch_shards:
+        fitting = math.ceil(data.rows / layout.batch_shards) * layout.batch_shards
+        raise UserError(
+            f"data.rows is {data.rows}, which mesh layout {layout.name!r} cannot spread over {layout.batch_shards} "
+            f"batch shards evenly. Take {fitting} rows, or another layout."
+        )
+    if layout.sequence_sharded and data.length % layout.sizes["model"]:
+        raise UserError(
+            f"data.length is {data.length}, which mesh layout {layout.name!r} cannot cut into {layout.sizes['model']} "
+            f"equal pieces of the sequence. Take a multiple, or another layout."
+        )
+
+
+def student_layers(config: RunConfig, depth: int) -> tuple[int, ...]:
+    """The teacher's layers that the student is made of: as listed, or spread evenly from the first to the last."""
+    if config.student.layers is not None:
+        layers = config.student.layers
+        if not layers or any(not 0 <= i < depth for i in layers):
+            raise UserError(f"student.layers is {list(layers)}; expected layers of the teacher, 0 to {depth - 1}.")
+        return tuple(layers)
+    if config.student.depth > depth:
+        raise UserError(f"student.depth is {config.student.depth}, but the teacher has only {depth} layers.")
+    return tuple(int(i) for i in np.linspace(0, depth - 1, config.student.depth).round())
+
+
+def build_student(config: RunConfig, teacher: Model, layers: int) -> Model:
+    """A decoder like the teacher with fewer layers."""
+    student = config.student
+    return decoder(
+        replace(
+            teacher.config,
+            layers=layers,
+            dropout=student.dropout,
+            remat=student.remat,
+            param_dtype=config.precision.student,
+        )
+    )
+
+
+def build_objective(config: RunConfig) -> Objective:
+    """The mix of divergence and cross-entropy that the run file asks for."""
+    wanted = config.objective
+    if wanted.divergence not in DIVERGENCES:
+        raise UserError(
+            f"objective.divergence is {wanted.divergence!r}; expected one of {', '.join(sorted(DIVERGENCES))}."
+        )
+    return Objective.mix(DIVERGENCES[wanted.divergence](), wanted.alpha, wanted.temperature)
+
+
+def build_head(config: RunConfig) -> AbstractHead:
+    """The head that the run file asks for."""
+    head = config.head
+    return ReferenceHead() if head.kind == "reference" else FusedHead(head.chunk, head.memory_budget_mib * 2**20)
+
+
+def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up (the first step already moves), then cosine decay to ``final_fraction`` of the peak."""
+    warmup = min(config.warmup_steps, max(steps - 1, 0))
+    peak = config.learning_rate
+    return optax.warmup_cosine_decay_schedule(
+        init_value=peak / (warmup + 1),
+        peak_value=peak,
+        warmup_steps=warmup,
+        decay_steps=max(steps, warmup + 1),
+        end_value=peak * config.final_fraction,
+    )
+
+
+def build_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global gradient norm; norm scales are not decayed."""
+    adamw = optax.adamw(
+        schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=decayed
+    )
+    return adamw if config.clip_norm is None else optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+
+
+def decayed(params: Any) -> Any:
+    """Which parameters weight decay applies to: all but the scales of norms."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: getattr(path[-1], "key", "") != "scale", params)

@@ -1,0 +1,74 @@
+"""What a run leaves behind: samples, the student as a Hugging Face folder, the summary."""
+
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmd_distill.build import Setup
+from spmd_distill.generate import continue_greedily
+from spmd_distill.interop import save_huggingface
+from spmd_distill.metrics import perplexity
+from spmd_distill.models import export_params
+from spmd_distill.runfolder import RunFolder
+from spmd_distill.types import Params
+
+
+def samples(setup: Setup, teacher: Params, student: Params) -> list[dict[str, str]]:
+    """The run file's prompts, continued greedily by teacher and student."""
+    tokenizer, wanted, run = setup.checkpoint.tokenizer, setup.config.eval, setup.run
+    prompts = [tokenizer.encode(p) for p in wanted.prompts]
+    found = [{"prompt": p} for p in wanted.prompts]
+    if prompts:
+        for who, model, params in (("teacher", run.teacher.model, teacher), ("student", run.student, student)):
+            done = continue_greedily(model, params, run.mapper, prompts, wanted.new_tokens, run.compute_dtype)
+            for sample, prompt, ids in zip(found, prompts, done, strict=True):
+                sample[who] = tokenizer.decode(ids[len(prompt) :])
+    return found
+
+
+def export_student(setup: Setup, params: Params, folder: RunFolder) -> None:
+    """Write ``student/``: config, weights and tokenizer, as transformers loads them."""
+    family, model = setup.checkpoint.family, setup.run.student
+    save_huggingface(
+        folder.student,
+        family.config_to_huggingface(model.config, setup.checkpoint.huggingface_config),
+        export_params(params, family.rules(model.config)),
+        setup.checkpoint.tokenizer,
+        overwrite=True,
+    )
+
+
+def summarise(
+    setup: Setup, before: Mapping[str, float], after: Mapping[str, float], steps: int, tokens: int, seconds: float,
+    train_seconds: float,
+) -> dict[str, Any]:  # fmt: skip
+    """The figures of a run, as written to ``summary.json``. ``seconds`` is the whole command's time."""
+    return {
+        "mesh": setup.run.mapper.layout.name,
+        "mapper": setup.run.mapper.name,
+        "head": setup.config.head.kind,
+        "objective": [type(t.divergence).__name__ for t in setup.run.objective.terms],
+        "student_layers": list(setup.layers),
+        "teacher_parameters": setup.run.teacher.model.parameter_count,
+        "student_parameters": setup.run.student.parameter_count,
+        "teacher_ppl": perplexity(after["ce_teacher"]),
+        "student_ppl_before": perplexity(before["ce_student"]),
+        "student_ppl_after": perplexity(after["ce_student"]),
+        **{f"{key}_{when}": m[key] for key in ("kl", "top1", "acceptance") for when, m in _when(before, after)},
+        "steps": steps,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / train_seconds if train_seconds > 0 else 0.0,
+        "peak_rss_gib": peak_rss_gib(),
+    }
+
+
+def _when(before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[tuple[str, Mapping[str, float]]]:
+    return ("before", before), ("after", after)
+
+
+def peak_rss_gib() -> float:
+    """The most memory this process has held, in GiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)

@@ -1,0 +1,229 @@
+"""The loop: train, evaluate, save, and leave a run folder behind."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+
+from spmd_distill.build import Setup, set_up
+from spmd_distill.checkpoint import Checkpoints
+from spmd_distill.config import RunConfig, to_dict
+from spmd_distill.data import Loader, Rows, eval_batches
+from spmd_distill.errors import UserError
+from spmd_distill.finish import export_student, samples, summarise
+from spmd_distill.loading import documents, tokenise
+from spmd_distill.metrics import MetricWriter, plot_curves, results_table
+from spmd_distill.progress import TrainProgress
+from spmd_distill.runfolder import RunFolder, environment
+from spmd_distill.state import abstract_state, create_state, select_layers
+from spmd_distill.types import Batch, Metrics, Params, TrainState
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped the run; what it knew is saved, and the message says how to go on."""
+
+
+def distil(config: RunConfig, *, resume: bool = False, console: Console | None = None) -> dict[str, Any]:
+    """Run a whole distillation; return what ``summary.json`` holds.
+
+    ``resume`` goes on from the newest good checkpoint of ``config.run``, on the mesh and mapper of ``config``: bit for
+    bit on the same mesh, to float32 rounding on another. Raises `UserError` for whatever the user can mend, and
+    `Interrupted` after Ctrl-C, with a checkpoint saved.
+    """
+    began = time.monotonic()
+    console = console or Console(stderr=True)
+    folder = RunFolder.open(config.run) if resume else RunFolder.create(config.run)
+    with TrainProgress(config.steps, console) as progress:
+        with progress.stage("opening the teacher"):
+            setup = set_up(config, say=lambda message: None)
+        with progress.stage("tokenising the text"):
+            train, heldout = load_text(setup)
+        if not resume:
+            folder.write_config(to_dict(config))
+            folder.write_json("environment.json", environment())
+        with progress.stage("placing the teacher's weights"):
+            teacher = setup.checkpoint.load(setup.run.mapper)
+        loop = Loop(setup, folder, progress, teacher, train, heldout)
+        result = loop.run(resume)
+        with progress.stage("continuing the prompts"):
+            continued = samples(setup, teacher, result.state.params)
+        with progress.stage("exporting the student"):
+            export_student(setup, result.state.params, folder)
+    summary = summarise(
+        setup, result.before, result.after, config.steps, result.tokens, time.monotonic() - began, result.seconds
+    )
+    folder.write_json("samples.json", continued)
+    plot_curves(folder.path)
+    folder.write_json("summary.json", summary)
+    _show(console, setup, folder, result, continued, summary)
+    return summary
+
+
+def load_text(setup: Setup) -> tuple[Rows, Rows]:
+    """Training rows and held-out rows, tokenised and checked against the vocabulary."""
+    config, tokenizer = setup.config, setup.checkpoint.tokenizer
+    training, aside = documents(config.data.train, config.data.heldout)
+    vocab = setup.run.student.config.vocab_size
+    length, limit = config.data.length, config.data.max_train_tokens
+    train = tokenise(training, tokenizer, length, vocab, limit, "training")
+    return train, tokenise(aside, tokenizer, length, vocab, 2 * config.eval.rows * length, "held-out")
+
+
+@dataclass
+class Result:
+    """What the loop ends with."""
+
+    state: TrainState
+    before: dict[str, float]
+    after: dict[str, float]
+    tokens: int
+    """Valid training tokens seen, over all sessions of the run."""
+    seconds: float
+    """Time spent in training steps after the first of this session (which compiles)."""
+
+
+class Loop:
+    """Training steps with evaluations and checkpoints in between, on the one clock of optimizer steps."""
+
+    def __init__(
+        self, setup: Setup, folder: RunFolder, progress: TrainProgress, teacher: Params, train: Rows, heldout: Rows
+    ):
+        config, run = setup.config, setup.run
+        self.setup, self.config, self.folder, self.progress, self.teacher = setup, config, folder, progress, teacher
+        self.loader = Loader(train, config.data.rows, config.data.micro_batches, config.seed)
+        every_nth = max(len(heldout) // config.eval.rows, 1)  # spread over all held-out documents
+        self.heldout = eval_batches(
+            heldout.subset(range(0, len(heldout), every_nth)[: config.eval.rows]), config.data.rows
+        )
+        self.train_step, self.eval_step = run.train_step(setup.tx), run.eval_step()
+        self.batch_shardings = [run.mapper.shardings(run.batch_specs(n)) for n in (0, 1)]
+
+    def run(self, resume: bool) -> Result:
+        """Train to the configured step; see `distil`."""
+        config = self.config
+        with Checkpoints(self.folder.checkpoints, keep=config.checkpoint.keep) as checkpoints:
+            if resume:
+                state, meta = self._restore(checkpoints)
+            else:
+                state, meta = self._start(), {"tokens": 0}
+            first = int(state.step)
+            with MetricWriter(self.folder.path, resume_from=first if resume else None) as writer:
+                if "before" not in meta:
+                    with self.progress.stage("evaluating the untrained student"):
+                        meta["before"] = meta["after"] = self.evaluate(state, writer)
+                return self._train(state, meta, first, writer, checkpoints)
+
+    def _train(
+        self, state: TrainState, meta: dict[str, Any], first: int, writer: MetricWriter, checkpoints: Checkpoints
+    ) -> Result:
+        config, timed, tokens_timed = self.config, 0.0, 0
+        step = first
+        try:
+            while step < config.steps:
+                began = time.monotonic()
+                batch = jax.device_put(self.loader.batch(step), self.batch_shardings[1])
+                if step == first:
+                    with self.progress.stage("compiling the training step, and its first run"):
+                        state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
+                else:
+                    state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
+                seconds = time.monotonic() - began
+                values = _values(metrics)
+                tokens = int(metrics["loss"].count)
+                values |= {"learning_rate": float(self.setup.schedule(step)), "tokens": meta["tokens"] + tokens}
+                if step > first:
+                    timed, tokens_timed = timed + seconds, tokens_timed + tokens
+                    values["tokens_per_second"] = tokens / seconds
+                step += 1
+                meta["tokens"] += tokens
+                writer.write(step, values, "train")
+                self._stop_if_not_finite(step, values)
+                self.progress.update(step, values["loss"], values["kl"], values.get("tokens_per_second"))
+                last = step == config.steps
+                if last or step % config.eval.every == 0:
+                    with self.progress.stage(f"evaluating at step {step}"):
+                        meta["after"] = self.evaluate(state, writer)
+                if last or step % config.checkpoint.every == 0:
+                    self._save(checkpoints, state, step, meta)
+        except KeyboardInterrupt as stop:
+            self._save(checkpoints, state, step, meta)
+            checkpoints.wait()
+            raise Interrupted(
+                f"Stopped at step {step} of {config.steps}, with a checkpoint saved. Go on with: "
+                f"spmd-distill train --resume {self.folder.path}"
+            ) from stop
+        rate = tokens_timed / timed if timed else 0.0
+        return Result(state, meta["before"], meta["after"], meta["tokens"], meta["tokens"] / rate if rate else 0.0)
+
+    def evaluate(self, state: TrainState, writer: MetricWriter) -> dict[str, float]:
+        """Metrics over the held-out rows, averaged over their valid tokens."""
+        total: Metrics | None = None
+        for host_batch in self.heldout:
+            batch: Batch = jax.device_put(host_batch, self.batch_shardings[0])
+            found = jax.block_until_ready(self.eval_step(state.params, self.teacher, batch, state.step))
+            total = found if total is None else {k: total[k] + found[k] for k in found}
+        assert total is not None
+        values = _values(total)
+        writer.write(int(state.step), values, "eval")
+        return values
+
+    def _start(self) -> TrainState:
+        run, setup = self.setup.run, self.setup
+        with self.progress.stage("cutting the student out of the teacher"):
+            params = select_layers(self.teacher, run.student, setup.layers, run.mapper)
+            return jax.block_until_ready(create_state(run, setup.tx, params, self.config.seed))
+
+    def _restore(self, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
+        with self.progress.stage("restoring the newest good checkpoint"):
+            state, meta = checkpoints.restore(like=abstract_state(self.setup.run, self.setup.tx))
+        for step, reason in checkpoints.bad.items():
+            self.progress.note(f"checkpoint {step} is damaged ({reason}); going on from {checkpoints.restored}")
+        self.loader.resume(meta["data"], int(state.step))
+        found, expected = self.setup.checkpoint.tokenizer.fingerprint(), meta["tokenizer"]
+        if found != expected:
+            raise UserError(
+                f"The run in {self.folder.path} used another tokenizer (fingerprint {expected[:12]}, now {found[:12]}). "
+                f"Give the teacher it was started with."
+            )
+        return state, meta
+
+    def _save(self, checkpoints: Checkpoints, state: TrainState, step: int, meta: dict[str, Any]) -> None:
+        fingerprint = self.setup.checkpoint.tokenizer.fingerprint()
+        checkpoints.save(step, state, {**meta, "data": self.loader.state(step), "tokenizer": fingerprint})
+
+    def _stop_if_not_finite(self, step: int, values: dict[str, float]) -> None:
+        bad = [name for name in ("loss", "grad_norm") if not abs(values[name]) < float("inf")]
+        if bad:
+            raise UserError(
+                f"Step {step}: {bad[0]} is {values[bad[0]]}, so the run stops here; checkpoints of earlier steps are in "
+                f"{self.folder.checkpoints}. A lower optimizer.learning_rate or float32 compute usually mends it."
+            )
+
+
+def _values(metrics: Metrics) -> dict[str, float]:
+    return {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
+
+
+def _show(
+    console: Console, setup: Setup, folder: RunFolder, result: Result, continued: Any, summary: dict[str, Any]
+) -> None:
+    console.print(results_table(result.before, result.after))
+    for sample in continued:
+        console.print(f"\n[bold]{sample['prompt']}[/bold]", highlight=False)
+        for who in ("teacher", "student"):
+            console.print(f"  [cyan]{who}[/cyan]  {_one_line(sample[who])}", highlight=False)
+    console.print(
+        f"\n{summary['steps']} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s, "
+        f"{summary['tokens_per_second']:.0f} tokens/s, peak memory {summary['peak_rss_gib']:.1f} GiB; "
+        f"mesh {summary['mesh']}, mapper {summary['mapper']}, head {summary['head']}.\n"
+        f"Student: {folder.student} ({setup.run.student.parameter_count / 1e6:.0f}M of the teacher's "
+        f"{setup.run.teacher.model.parameter_count / 1e6:.0f}M parameters). Curves: {folder.curves}",
+        highlight=False,
+    )
+
+
+def _one_line(text: str) -> str:
+    return escape(" ".join(text.split()))
