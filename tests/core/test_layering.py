@@ -19,6 +19,8 @@ LAYERS = (
     ("step",),
     ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generate", "loading"),  # around the step
     ("config",),
+    ("build",),
+    ("finish",),
     ("train", "plan", "verify"),
     ("demo",),
     ("cli", "__init__"),

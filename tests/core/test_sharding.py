@@ -20,7 +20,6 @@ from spmd_distill.sharding import (
     named,
     sharded_axes,
     spec_axes,
-    without_leading,
 )
 
 AXES = {"data": 2, "model": 4}
@@ -123,9 +122,19 @@ def test_an_uneven_dimension_is_named():
     pod = layout({"replica": 2, **AXES}, batch=["replica", "data"])
     with refused("dimension 0 (batch)", "size 6", "4 equal shards over replica x data"):
         pod.spec(("batch", None), (6, 3))
-    for axis in ("heads", "kv_heads"):  # these are stored whole instead
-        assert four.spec(("embed", axis), (8, 9)) == PartitionSpec("data", None)
-        assert four.spec(("embed", axis), (8, 12)) == PartitionSpec("data", "model")
+
+
+@pytest.mark.parametrize("axis", ["heads", "kv_heads"])
+def test_heads_that_do_not_divide_are_cut_along_embed_instead(axis):
+    plain, fsdp = layout(), layout(embed="data")
+    logical = ("layers", "embed", axis, "head_dim")
+    assert plain.spec(logical, (2, 8, 12, 4)) == PartitionSpec(None, None, "model", None)
+    assert fsdp.spec(logical, (2, 8, 12, 4)) == PartitionSpec(None, "data", "model", None)
+    assert plain.spec(logical, (2, 8, 9, 4)) == PartitionSpec(None, "model", None, None)
+    assert fsdp.spec(logical, (2, 8, 9, 4)) == PartitionSpec(None, ("data", "model"), None, None)
+    assert plain.spec(logical, (2, 6, 9, 4)) == PartitionSpec(None, None, None, None)  # embed does not divide either
+    assert fsdp.spec(logical, (2, 6, 9, 4)) == PartitionSpec(None, "data", None, None)
+    assert plain.spec((axis,), (9,)) == PartitionSpec(None)
 
 
 def test_a_layout_that_needs_more_devices_says_which_would_fit():
@@ -239,7 +248,6 @@ def test_specs_can_be_taken_apart():
     spec = PartitionSpec(("replica", "data"), None, "model")
     assert spec_axes(spec, 4) == (("replica", "data"), (), ("model",), ())
     assert sharded_axes(spec) == {"replica", "data", "model"}
-    assert without_leading(spec) == PartitionSpec(None, "model")
     mesh = layout().mesh()
     placed = named(mesh, {"a": PartitionSpec("data"), "b": [PartitionSpec()]})
     assert placed["a"].spec == PartitionSpec("data") and placed["a"].mesh == mesh
