@@ -53,10 +53,10 @@ class Shard:
         def one(use: Use, x: jax.Array) -> jax.Array:
             if x.ndim == 1:
                 return x
-            if use.gather_axes:
-                return gather_param(x, use.gather_axes, x.ndim - use.from_end, self.dtype)
             if use.partial:
                 x = copy_to(x, "model")
+            if use.gather_axes:
+                return gather_param(x, use.gather_axes, x.ndim - use.from_end, self.dtype)
             return x.astype(self.dtype)
 
         return jax.tree.map(one, uses, params)
