@@ -235,7 +235,7 @@ def _gather_param_fwd(x: jax.Array, axes: Axes, dim: int, dtype: Any) -> tuple[j
     return gather_param(x, axes, dim, dtype), jnp.zeros((), x.dtype)  # the scalar only carries the stored type
 
 
-def _gather_param_bwd(axes: Axes, dim: int, dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+def _gather_param_bwd(axes: Axes, dim: int, dtype: Any, like: jax.Array | np.ndarray, g: jax.Array) -> tuple[jax.Array]:
     g = g.astype(like.dtype)
     for axis in _names(axes):
         g = psum_scatter(g, axis, dim=dim)
