@@ -42,7 +42,7 @@ _HOME = {
     "verify": "verify",
 }
 
-__all__ = sorted([*_HOME, "__version__"])  # noqa: PLE0604
+__all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

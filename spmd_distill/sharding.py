@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import yaml
@@ -41,7 +41,7 @@ CUT_ELSEWHERE = ("heads", "kv_heads")
 """Axes that need not divide: the array is then cut along ``embed``, gathered where it is used, and each shard takes its
 own heads out of it."""
 
-Spec = PartitionSpec
+Spec: TypeAlias = PartitionSpec
 Specs = Any
 """A pytree of `PartitionSpec`, or a prefix of one."""
 
@@ -201,7 +201,7 @@ class MeshLayout:
             )
         return self
 
-    def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """Build the device mesh out of the first devices found, or of those given."""
         devices = list(jax.devices() if devices is None else devices)
         layout = self.resolve(len(devices))

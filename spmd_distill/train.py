@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
@@ -108,7 +109,7 @@ class Loop:
             if resume:
                 state, meta = self._restore(checkpoints)
             else:
-                state, meta = self._start(), {"tokens": 0}
+                state, meta = self._start(), dict[str, Any](tokens=0)
             first = int(state.step)
             with MetricWriter(self.folder.path, resume_from=first if resume else None) as writer:
                 if "before" not in meta:
@@ -132,13 +133,13 @@ class Loop:
                     state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
                 seconds = time.monotonic() - began
                 values = _values(metrics)
-                tokens = int(metrics["loss"].count)
-                values |= {"learning_rate": float(self.setup.schedule(step)), "tokens": meta["tokens"] + tokens}
+                tokens = int(jax.device_get(metrics["loss"].count))
+                meta["tokens"] += tokens
+                values |= {"learning_rate": float(np.asarray(self.setup.schedule(step))), "tokens": meta["tokens"]}
                 if step > first:
                     timed, tokens_timed = timed + seconds, tokens_timed + tokens
                     values["tokens_per_second"] = tokens / seconds
                 step += 1
-                meta["tokens"] += tokens
                 writer.write(step, values, "train")
                 self._stop_if_not_finite(step, values)
                 self.progress.update(step, values["loss"], values["kl"], values.get("tokens_per_second"))
@@ -185,8 +186,8 @@ class Loop:
         found, expected = self.setup.checkpoint.tokenizer.fingerprint(), meta["tokenizer"]
         if found != expected:
             raise UserError(
-                f"The run in {self.folder.path} used another tokenizer (fingerprint {expected[:12]}, now {found[:12]}). "
-                f"Give the teacher it was started with."
+                f"The run in {self.folder.path} used another tokenizer (fingerprint {expected[:12]}, now "
+                f"{found[:12]}). Give the teacher it was started with."
             )
         return state, meta
 
@@ -198,8 +199,8 @@ class Loop:
         bad = [name for name in ("loss", "grad_norm") if not abs(values[name]) < float("inf")]
         if bad:
             raise UserError(
-                f"Step {step}: {bad[0]} is {values[bad[0]]}, so the run stops here; checkpoints of earlier steps are in "
-                f"{self.folder.checkpoints}. A lower optimizer.learning_rate or float32 compute usually mends it."
+                f"Step {step}: {bad[0]} is {values[bad[0]]}, so the run stops here; checkpoints of earlier steps are "
+                f"in {self.folder.checkpoints}. A lower optimizer.learning_rate or float32 compute usually mends it."
             )
 
 

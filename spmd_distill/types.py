@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
+AnyArray = Any
+"""A jax or a numpy array: a batch lives on the host before it lives on devices."""
+
 Params = Any
 """A pytree of arrays: the parameters of one model, as nested plain dicts."""
 
@@ -23,13 +26,13 @@ class Batch:
     Leading dimensions are free: ``[B, L]`` for evaluation, ``[A, B, L]`` for an optimizer step of A micro-batches.
     """
 
-    tokens: Int[Array, "*B L"]
-    labels: Int[Array, "*B L"]
-    mask: Bool[Array, "*B L"]
+    tokens: Int[AnyArray, "*B L"]
+    labels: Int[AnyArray, "*B L"]
+    mask: Bool[AnyArray, "*B L"]
     """True where the label counts in the loss. A masked position costs no vocabulary matmul."""
-    positions: Int[Array, "*B L"]
+    positions: Int[AnyArray, "*B L"]
     """Position of the token inside its own document, for rotary embeddings."""
-    segments: Int[Array, "*B L"]
+    segments: Int[AnyArray, "*B L"]
     """Which packed document the token belongs to, from 1; 0 is padding. No attention crosses segments."""
 
 
@@ -59,7 +62,7 @@ class Unembedded:
 
 @struct.dataclass
 class Mean:
-    """A metric on its way to becoming an average: ``sum / count``. Sums add up over shards, micro-batches and steps."""
+    """A metric on its way to an average, ``sum / count``. Sums add up over shards, micro-batches and steps."""
 
     sum: Shaped[Array, "..."]
     count: Shaped[Array, "..."]

@@ -133,7 +133,7 @@ def _models(config: RunConfig | None, held: str) -> tuple[Model, Model]:
 
 
 def _batches(vocab_size: int, rows: int) -> list[Batch]:
-    """One batch ``[A, B, L]`` a step: random tokens, two packed segments a row, padding, masks, rows without a label."""
+    """A batch ``[A, B, L]`` a step: random tokens, two segments a row, padding, masks, rows without a label."""
     random, shape = np.random.default_rng(0), (MICRO_BATCHES, rows, LENGTH)
     batches = []
     for _ in range(STEPS):

@@ -15,6 +15,7 @@ matmuls cost 4 N D V (forward 1 + teacher 1 + gradients 2), nothing is recompute
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,8 @@ class FusedHead(AbstractHead):
             student.transform,
             teacher.transform,
         )
-        loss, sums = _fused(
+        fused: Any = _fused
+        loss, sums = fused(
             program,
             copy_to(student.hidden, axis),
             student.unembed,
@@ -144,7 +146,7 @@ def _walk(program: _Program, with_gradients: bool, *arrays: jax.Array):
         live = i * chunk + jnp.arange(chunk) < valid
         x_s, x_t = (jnp.where(live[:, None], h[rows], 0) for h in (h_s, h_t))
         more, dz = _chunk(program, with_gradients, x_s, w_s, x_t, w_t, labels[rows], live, weights, temperatures)
-        if with_gradients:
+        if dz is not None:
             dz = dz.astype(x_s.dtype)
             dx = lax.dot(dz, w_s.astype(dz.dtype), preferred_element_type=acc)
             d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, dx, i * chunk, 0)

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import jax
-
 from spmd_distill.errors import UserError
 from spmd_distill.mappers.base import AbstractMapper as AbstractMapper
 from spmd_distill.mappers.base import Body as Body
+from spmd_distill.mappers.base import Device as Device
 from spmd_distill.mappers.pmap import PmapMapper
 from spmd_distill.mappers.shard_map import ShardMapMapper
 from spmd_distill.mappers.vmap import VmapMapper
@@ -18,7 +17,7 @@ MAPPERS: dict[str, type[AbstractMapper]] = {m.name: m for m in (ShardMapMapper, 
 """Mapper by the name that run files and flags use."""
 
 
-def make_mapper(name: str, layout: MeshLayout, devices: Sequence[jax.Device] | None = None) -> AbstractMapper:
+def make_mapper(name: str, layout: MeshLayout, devices: Sequence[Device] | None = None) -> AbstractMapper:
     """Build the mapper called ``name``; raise `UserError` for an unknown one or a layout that does not fit."""
     if name not in MAPPERS:
         raise UserError(f"Unknown mapper {name!r}; expected one of {', '.join(MAPPERS)}.")

@@ -4,9 +4,10 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from spmd_distill.sharding import MeshLayout, Specs
+
+Device = Any
+"""A `jax.Device` (which jax exports as a value, not as a type)."""
 
 Body = Callable[..., Any]
 """What ONE shard does: local arrays in, local arrays out, collectives over the layout's axes by name."""
@@ -32,5 +33,5 @@ class AbstractMapper(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def devices(self) -> Sequence[jax.Device]:
+    def devices(self) -> Sequence[Device]:
         """The devices it computes on."""

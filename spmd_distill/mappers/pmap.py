@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_distill.collectives import FlatAxis, flat_axis
-from spmd_distill.mappers.base import AbstractMapper, Body
+from spmd_distill.mappers.base import AbstractMapper, Body, Device
 from spmd_distill.mappers.stacking import broadcast_specs, keep_first, stack, stacked_axes, unstack
 from spmd_distill.sharding import MeshLayout, Specs, is_spec, named
 
@@ -23,7 +23,7 @@ class PmapMapper(AbstractMapper):
 
     name = "pmap"
 
-    def __init__(self, layout: MeshLayout, devices: Sequence[jax.Device] | None = None):
+    def __init__(self, layout: MeshLayout, devices: Sequence[Device] | None = None):
         self.mesh = layout.mesh(devices)
         self.layout = layout.resolve(self.mesh.size)
         self.flat = FlatAxis(self.layout.axis_names, tuple(self.layout.sizes.values()))
@@ -61,6 +61,6 @@ class PmapMapper(AbstractMapper):
         return named(self.mesh, specs)
 
     @property
-    def devices(self) -> Sequence[jax.Device]:
+    def devices(self) -> Sequence[Device]:
         """See `AbstractMapper.devices`."""
         return list(self.mesh.devices.flat)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from spmd_distill.mappers.base import AbstractMapper, Body
+from spmd_distill.mappers.base import AbstractMapper, Body, Device
 from spmd_distill.sharding import MeshLayout, Specs, named
 
 
@@ -14,7 +14,7 @@ class ShardMapMapper(AbstractMapper):
 
     name = "shard_map"
 
-    def __init__(self, layout: MeshLayout, devices: Sequence[jax.Device] | None = None):
+    def __init__(self, layout: MeshLayout, devices: Sequence[Device] | None = None):
         self.mesh = layout.mesh(devices)
         self.layout = layout.resolve(self.mesh.size)
 
@@ -27,6 +27,6 @@ class ShardMapMapper(AbstractMapper):
         return named(self.mesh, specs)
 
     @property
-    def devices(self) -> Sequence[jax.Device]:
+    def devices(self) -> Sequence[Device]:
         """See `AbstractMapper.devices`."""
         return list(self.mesh.devices.flat)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from spmd_distill.mappers.base import AbstractMapper, Body
+from spmd_distill.mappers.base import AbstractMapper, Body, Device
 from spmd_distill.mappers.stacking import broadcast_specs, keep_first, stack, stacked_axes, unstack
 from spmd_distill.sharding import MeshLayout, Specs, is_spec
 
@@ -16,7 +16,7 @@ class VmapMapper(AbstractMapper):
 
     name = "vmap"
 
-    def __init__(self, layout: MeshLayout, devices: Sequence[jax.Device] | None = None):
+    def __init__(self, layout: MeshLayout, devices: Sequence[Device] | None = None):
         self._devices = list(jax.devices() if devices is None else devices)[:1]
         self.layout = layout.resolve(max(layout.device_count, 1))
 
@@ -51,6 +51,6 @@ class VmapMapper(AbstractMapper):
         return jax.tree.map(lambda _: one, specs, is_leaf=is_spec)
 
     @property
-    def devices(self) -> Sequence[jax.Device]:
+    def devices(self) -> Sequence[Device]:
         """See `AbstractMapper.devices`."""
         return self._devices

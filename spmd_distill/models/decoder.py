@@ -106,8 +106,9 @@ class Decoder(nnx.Module):
         rotation = rotation_of(batch.positions, config.head_dim, config.rope_theta, shard.dtype)
         mask = attention_mask(batch.segments)
         h = embed_tokens(table, batch.tokens, shard)
-        drop = dropout_key is not None and config.dropout > 0
-        keys = token_keys(dropout_key, *h.shape[:2], shard) if drop else None
+        keys = None
+        if dropout_key is not None and config.dropout > 0:
+            keys = token_keys(dropout_key, h.shape[0], h.shape[1], shard)
 
         graphdef, stacked = nnx.split(self.layers)
 
@@ -126,7 +127,8 @@ class Decoder(nnx.Module):
 
         h = self.norm(h, shard)
         if shard.layout.sequence_sharded:  # a head sees all tokens of its rows on every shard of model
-            h = collect_from(h, "model", 1)
+            whole: Any = collect_from(h, "model", 1)
+            h = whole
         return Unembedded(h.reshape(-1, config.width), unembed, LogitTransform(config.vocab_size))
 
     @staticmethod
