@@ -10,10 +10,11 @@ import numpy as np
 import optax
 
 from spmd_distill.config import OptimizerConfig, RunConfig
+from spmd_distill.data import Rows
 from spmd_distill.divergences import DIVERGENCES
 from spmd_distill.errors import UserError
 from spmd_distill.head import AbstractHead, FusedHead, ReferenceHead
-from spmd_distill.loading import Checkpoint, Say, open_checkpoint
+from spmd_distill.loading import Checkpoint, Say, documents, open_checkpoint, tokenise
 from spmd_distill.mappers import AbstractMapper, make_mapper
 from spmd_distill.models import Model, decoder
 from spmd_distill.objective import Objective
@@ -59,6 +60,16 @@ def set_up(config: RunConfig, say: Say = lambda message: None) -> Setup:
     )
     schedule = build_schedule(config.optimizer, config.steps)
     return Setup(config, checkpoint, layers, run, build_optimizer(config.optimizer, schedule), schedule)
+
+
+def load_text(setup: Setup) -> tuple[Rows, Rows]:
+    """Training rows and held-out rows, tokenised and checked against the vocabulary."""
+    config, tokenizer = setup.config, setup.checkpoint.tokenizer
+    training, aside = documents(config.data.train, config.data.heldout)
+    vocab = setup.run.student.config.vocab_size
+    length, limit = config.data.length, config.data.max_train_tokens
+    train = tokenise(training, tokenizer, length, vocab, limit, "training")
+    return train, tokenise(aside, tokenizer, length, vocab, 2 * config.eval.rows * length, "held-out")
 
 
 def build_mapper(mesh: str, mapper: str) -> AbstractMapper:

@@ -41,7 +41,7 @@ def export_student(setup: Setup, params: Params, folder: RunFolder) -> None:
 
 def summarise(
     setup: Setup, before: Mapping[str, float], after: Mapping[str, float], steps: int, tokens: int, seconds: float,
-    train_seconds: float,
+    tokens_per_second: float,
 ) -> dict[str, Any]:  # fmt: skip
     """The figures of a run, as written to ``summary.json``. ``seconds`` is the whole command's time."""
     return {
@@ -59,7 +59,7 @@ def summarise(
         "steps": steps,
         "tokens": tokens,
         "seconds": seconds,
-        "tokens_per_second": tokens / train_seconds if train_seconds > 0 else 0.0,
+        "tokens_per_second": tokens_per_second,
         "peak_rss_gib": peak_rss_gib(),
     }
 

@@ -116,7 +116,7 @@ class Distillation:
             grads, sums, count = body(state.params, teacher_params, batch, state.step, state.seed)
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            metrics = _means(sums, count) | {"grad_norm": Mean(optax.global_norm(grads), jnp.int32(1))}
+            metrics = _means(sums, count) | {"grad_norm": Mean(optax.tree.norm(grads), jnp.int32(1))}
             new = TrainState(state.step + 1, params, opt_state, state.seed)
             return (new, metrics, grads) if return_gradients else (new, metrics)
 

@@ -9,13 +9,13 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from spmd_distill.build import Setup, set_up
+from spmd_distill.build import Setup, load_text, set_up
 from spmd_distill.checkpoint import Checkpoints
 from spmd_distill.config import RunConfig, to_dict
 from spmd_distill.data import Loader, Rows, eval_batches
 from spmd_distill.errors import UserError
 from spmd_distill.finish import export_student, samples, summarise
-from spmd_distill.loading import documents, tokenise
+from spmd_distill.guards import StopSignal
 from spmd_distill.metrics import MetricWriter, plot_curves, results_table
 from spmd_distill.progress import TrainProgress
 from spmd_distill.runfolder import RunFolder, environment
@@ -54,23 +54,19 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
         with progress.stage("exporting the student"):
             export_student(setup, result.state.params, folder)
     summary = summarise(
-        setup, result.before, result.after, config.steps, result.tokens, time.monotonic() - began, result.seconds
+        setup,
+        result.before,
+        result.after,
+        config.steps,
+        result.tokens,
+        time.monotonic() - began,
+        result.tokens_per_second,
     )
     folder.write_json("samples.json", continued)
     plot_curves(folder.path)
     folder.write_json("summary.json", summary)
     _show(console, setup, folder, result, continued, summary)
     return summary
-
-
-def load_text(setup: Setup) -> tuple[Rows, Rows]:
-    """Training rows and held-out rows, tokenised and checked against the vocabulary."""
-    config, tokenizer = setup.config, setup.checkpoint.tokenizer
-    training, aside = documents(config.data.train, config.data.heldout)
-    vocab = setup.run.student.config.vocab_size
-    length, limit = config.data.length, config.data.max_train_tokens
-    train = tokenise(training, tokenizer, length, vocab, limit, "training")
-    return train, tokenise(aside, tokenizer, length, vocab, 2 * config.eval.rows * length, "held-out")
 
 
 @dataclass
@@ -82,8 +78,8 @@ class Result:
     after: dict[str, float]
     tokens: int
     """Valid training tokens seen, over all sessions of the run."""
-    seconds: float
-    """Time spent in training steps after the first of this session (which compiles)."""
+    tokens_per_second: float
+    """Valid tokens a second of this session's training steps, without the first (which compiles)."""
 
 
 class Loop:
@@ -121,12 +117,11 @@ class Loop:
         self, state: TrainState, meta: dict[str, Any], first: int, writer: MetricWriter, checkpoints: Checkpoints
     ) -> Result:
         config, timed, tokens_timed = self.config, 0.0, 0
-        step = first
-        try:
-            while step < config.steps:
+        with StopSignal() as stop:
+            for step in range(first + 1, config.steps + 1):
                 began = time.monotonic()
-                batch = jax.device_put(self.loader.batch(step), self.batch_shardings[1])
-                if step == first:
+                batch = jax.device_put(self.loader.batch(step - 1), self.batch_shardings[1])
+                if step == first + 1:
                     with self.progress.stage("compiling the training step, and its first run"):
                         state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
                 else:
@@ -135,11 +130,11 @@ class Loop:
                 values = _values(metrics)
                 tokens = int(jax.device_get(metrics["loss"].count))
                 meta["tokens"] += tokens
-                values |= {"learning_rate": float(np.asarray(self.setup.schedule(step))), "tokens": meta["tokens"]}
-                if step > first:
+                rate = float(np.asarray(self.setup.schedule(step - 1)))
+                values |= {"learning_rate": rate, "tokens": meta["tokens"]}
+                if step > first + 1:  # the first one compiles
                     timed, tokens_timed = timed + seconds, tokens_timed + tokens
                     values["tokens_per_second"] = tokens / seconds
-                step += 1
                 writer.write(step, values, "train")
                 self._stop_if_not_finite(step, values)
                 self.progress.update(step, values["loss"], values["kl"], values.get("tokens_per_second"))
@@ -147,17 +142,16 @@ class Loop:
                 if last or step % config.eval.every == 0:
                     with self.progress.stage(f"evaluating at step {step}"):
                         meta["after"] = self.evaluate(state, writer)
-                if last or step % config.checkpoint.every == 0:
+                if last or stop.requested or step % config.checkpoint.every == 0:
                     self._save(checkpoints, state, step, meta)
-        except KeyboardInterrupt as stop:
-            self._save(checkpoints, state, step, meta)
-            checkpoints.wait()
-            raise Interrupted(
-                f"Stopped at step {step} of {config.steps}, with a checkpoint saved. Go on with: "
-                f"spmd-distill train --resume {self.folder.path}"
-            ) from stop
-        rate = tokens_timed / timed if timed else 0.0
-        return Result(state, meta["before"], meta["after"], meta["tokens"], meta["tokens"] / rate if rate else 0.0)
+                if stop.requested and not last:
+                    checkpoints.wait()
+                    raise Interrupted(
+                        f"Stopped by {stop.requested} at step {step} of {config.steps}, with a checkpoint saved. "
+                        f"Go on with: spmd-distill train --resume {self.folder.path}"
+                    )
+        per_second = tokens_timed / timed if timed else 0.0
+        return Result(state, meta["before"], meta["after"], meta["tokens"], per_second)
 
     def evaluate(self, state: TrainState, writer: MetricWriter) -> dict[str, float]:
         """Metrics over the held-out rows, averaged over their valid tokens."""

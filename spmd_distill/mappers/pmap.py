@@ -46,7 +46,9 @@ class PmapMapper(AbstractMapper):
             return jnp.broadcast_to(stacked.reshape(lead + local), sizes + local).reshape((n, *local))
 
         def join(spec: Any, x: jax.Array) -> jax.Array:
-            return unstack(layout, keep_first(layout, x.reshape(sizes + x.shape[1:]), spec), spec)
+            whole = unstack(layout, keep_first(layout, x.reshape(sizes + x.shape[1:]), spec), spec)
+            # Left to itself, XLA may cut the result in a way that no NamedSharding over the flat axis can say.
+            return jax.lax.with_sharding_constraint(whole, named(self.mesh, spec))
 
         def on_global_arrays(*args: Any) -> Any:
             stacked = jax.tree.map(cut, broadcast_specs(in_specs, args), args, is_leaf=is_spec)

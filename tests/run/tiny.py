@@ -1,0 +1,73 @@
+"""A tiny teacher on disk, a little text, and a run file over both: a whole run in seconds."""
+
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from spmd_distill.config import RunConfig, parse_config
+from spmd_distill.interop import TextTokenizer, save_huggingface
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "vocab_size": 258,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 128,
+}
+
+
+def tiny_tokenizer() -> TextTokenizer:
+    """One token a byte, and two special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": 0, "</s>": 1} | {c: i + 2 for i, c in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return TextTokenizer(tokenizer, {"bos": "<s>", "eos": "</s>", "pad": "</s>"})
+
+
+def tiny_teacher(folder: Path) -> Path:
+    """Write a random model as a Hugging Face folder."""
+    random = np.random.default_rng(0)
+    d, f, h, k, c = 32, 48, 6, 3, 8
+    weights = {"model.embed_tokens.weight": random.normal(size=(258, d)) * 0.5, "model.norm.weight": np.ones(d)}
+    for layer in range(SIZES["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        shapes = {
+            "self_attn.q_proj": (h * c, d), "self_attn.k_proj": (k * c, d), "self_attn.v_proj": (k * c, d),
+            "self_attn.o_proj": (d, h * c), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f),
+        }  # fmt: skip
+        weights |= {f"{name}{n}.weight": random.normal(size=s) * 0.3 for n, s in shapes.items()}
+        weights |= {f"{name}{n}.weight": np.ones(d) for n in ("input_layernorm", "post_attention_layernorm")}
+    arrays = {n: w.astype(np.float32) for n, w in weights.items()}
+    return save_huggingface(folder, SIZES, arrays, tiny_tokenizer())
+
+
+def tiny_run(folder: Path, *flags: str) -> RunConfig:
+    """A run file's settings: 2 of 4 layers, rows of 16 tokens, 6 steps, a checkpoint every 2."""
+    if not (folder / "teacher").exists():
+        tiny_teacher(folder / "teacher")
+        (folder / "text").mkdir()
+        for i in range(12):
+            words = np.random.default_rng(i).choice(["to", "be", "or", "not", "that", "is", "question"], 60)
+            (folder / "text" / f"{i:02}.txt").write_text(" ".join(words) + "\n")
+    return parse_config(
+        [
+            "--run", str(folder / "run"), "--steps", "6", "--mesh", "dp2_tp4",
+            "--teacher.path", str(folder / "teacher"), "--student.layers", "[0,3]", "--student.dropout", "0.1",
+            "--data.train", f"[{folder / 'text'}]", "--data.length", "16", "--data.micro_batches", "2",
+            "--eval.rows", "8", "--eval.every", "3", "--eval.new_tokens", "4", "--eval.prompts", "[to be, or]",
+            "--checkpoint.every", "2", "--optimizer.warmup_steps", "2",
+            *flags,
+        ]
+    )  # fmt: skip
