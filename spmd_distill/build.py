@@ -18,7 +18,6 @@ from spmd_distill.loading import Checkpoint, Say, documents, open_checkpoint, to
 from spmd_distill.mappers import AbstractMapper, make_mapper
 from spmd_distill.models import Model, decoder
 from spmd_distill.objective import Objective
-from spmd_distill.sharding import MeshLayout
 from spmd_distill.step import Distillation
 from spmd_distill.teachers import OnlineTeacher
 
@@ -77,7 +76,7 @@ def build_mapper(mesh: str, mapper: str) -> AbstractMapper:
     if mesh == "auto":
         count = len(jax.devices())
         mesh = "single" if count == 1 else "dp2_tp4" if count == 8 else "fsdp"
-    return make_mapper(mapper, MeshLayout.load(mesh))
+    return make_mapper(mapper, mesh)
 
 
 def check_batch(config: RunConfig, mapper: AbstractMapper) -> None:

@@ -188,5 +188,6 @@ def run_verify(
     out.print(table)
     worst = ", ".join(f"{name} {value:.1e}" for name, value in report["worst"].items())
     what = "the loss is held to" if dtype == "bfloat16" else "all are held to"
-    out.print(f"Worst: {worst}; {what} {BARS[dtype]:.0e}. {'All agree.' if report['ok'] else 'NOT EQUAL.'}")
+    verdict = "All agree." if report["ok"] else "They do NOT agree."
+    out.print(f"Worst: {worst}; {what} {BARS[dtype]:.0e}. {verdict}", soft_wrap=True)
     return report

@@ -17,8 +17,12 @@ MAPPERS: dict[str, type[AbstractMapper]] = {m.name: m for m in (ShardMapMapper, 
 """Mapper by the name that run files and flags use."""
 
 
-def make_mapper(name: str, layout: MeshLayout, devices: Sequence[Device] | None = None) -> AbstractMapper:
-    """Build the mapper called ``name``; raise `UserError` for an unknown one or a layout that does not fit."""
+def make_mapper(name: str, layout: MeshLayout | str, devices: Sequence[Device] | None = None) -> AbstractMapper:
+    """Build the mapper called ``name`` over a layout, or over the layout of that name or path.
+
+    Raises `UserError` for an unknown mapper and for a layout that does not exist or does not fit the devices.
+    """
     if name not in MAPPERS:
         raise UserError(f"Unknown mapper {name!r}; expected one of {', '.join(MAPPERS)}.")
+    layout = MeshLayout.load(layout) if isinstance(layout, str) else layout
     return MAPPERS[name](layout, devices)  # type: ignore[call-arg]

@@ -23,25 +23,9 @@ from spmd_distill.interop import open_huggingface, tokenizer_from_folder
 from spmd_distill.metrics import read_metrics
 from spmd_distill.train import Interrupted, Loop, distil
 
-SUMMARY = [
-    "mesh",
-    "mapper",
-    "head",
-    "teacher_ppl",
-    "student_ppl_before",
-    "student_ppl_after",
-    "kl_before",
-    "kl_after",
-    "top1_before",
-    "top1_after",
-    "acceptance_before",
-    "acceptance_after",
-    "steps",
-    "tokens",
-    "seconds",
-    "tokens_per_second",
-    "peak_rss_gib",
-]
+AGREEMENT = [f"{name}_{when}" for name in ("kl", "top1", "acceptance", "student_ppl") for when in ("before", "after")]
+SUMMARY = ["mesh", "mapper", "head", "teacher_ppl", *AGREEMENT, "steps", "tokens", "seconds", "tokens_per_second"]
+SUMMARY.append("peak_rss_gib")
 QUIET = Console(quiet=True)
 
 
