@@ -151,11 +151,11 @@ def gradient_of(config: DecoderConfig, layout_name: str, mapper_name: str, compu
     return jax.jit(run).lower(params_of(config), batch_of()).compile()
 
 
-@pytest.mark.parametrize("config", [replace(ODD, width=w) for w in (12, 16)], ids=["whole", "cut"])
-@pytest.mark.parametrize("mapper_name", ["shard_map", "vmap"])
-def test_gradients_of_heads_that_do_not_divide(config, mapper_name):
+@pytest.mark.parametrize(("width", "mapper_name"), [(12, "vmap"), (16, "vmap"), (16, "shard_map")])
+def test_gradients_of_heads_that_do_not_divide(width, mapper_name):
     """Width 16 is cut over data and model, 12 over data only; the layout also cuts the sequence."""
-    plain = gradient_of(config, "single", "vmap")(params_of(config), batch_of())
+    config = replace(ODD, width=width)
+    plain = gradient_of(config, "single", "shard_map")(params_of(config), batch_of())
     found = gradient_of(config, "fsdp2_sp4", mapper_name)(params_of(config), batch_of())
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9), found, plain)
 
@@ -165,9 +165,9 @@ def test_what_is_kept_for_the_backward_pass_changes_memory_and_nothing_else():
     grads, memory = {}, {}
     for policy in REMAT_POLICIES:
         config = replace(deep, remat=policy)
-        compiled = gradient_of(config, "fsdp2_tp4", "shard_map")
+        compiled = gradient_of(config, "single", "shard_map")
         memory[policy] = compiled.memory_analysis().temp_size_in_bytes
-        grads[policy] = compiled(*jax.device_put((params_of(deep), batch_of()), compiled.input_shardings[0]))
+        grads[policy] = compiled(params_of(deep), batch_of())
     assert set(grads) == {"none", "dots", "full"}
     assert memory["full"] < memory["dots"] < memory["none"]
     for policy in ("dots", "full"):
