@@ -83,15 +83,18 @@ def documents(
 def tokenise(
     texts: Sequence[Document], tokenizer: TextTokenizer, length: int, vocab_size: int, max_tokens: int | None, what: str
 ) -> Rows:
-    """Encode documents and pack them into rows of ``length``; with ``max_tokens``, an even share of every document.
+    """Encode documents and pack them into rows of ``length``.
 
-    Raises `UserError` where no row comes out of it.
+    With ``max_tokens``, about so many: an equal part from every source (the first part of a document's name), taken as
+    passages spread over all its documents. Raises `UserError` where no row comes out of it.
     """
     parts = [d.text for d in texts]
     if max_tokens is not None:
-        # English has some 3.5 bytes a token here; a share of each document keeps the mixture of sources.
-        share = min(1.0, 4 * max_tokens / max(sum(map(len, parts)), 1))
-        parts = [_passages(text, max(int(len(text) * share), 200)) for text in parts]
+        sources = [d.name.split("/")[0] for d in texts]
+        characters = {s: sum(len(t) for t, other in zip(parts, sources, strict=True) if other == s) for s in sources}
+        wanted = 4 * max_tokens / max(len(characters), 1)  # English has some 4 characters a token
+        share = {s: min(1.0, wanted / max(n, 1)) for s, n in characters.items()}
+        parts = [_passages(t, max(int(len(t) * share[s]), 200)) for t, s in zip(parts, sources, strict=True)]
     rows = pack(tokenizer.encode_batch(parts), length)
     if not len(rows) or not rows.valid_tokens:
         raise UserError(f"The {what} text ({len(texts)} documents) has no two tokens in a row: nothing to learn from.")

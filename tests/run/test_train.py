@@ -81,7 +81,7 @@ def test_the_exported_student_is_the_trained_one(finished):
     config, weights = open_huggingface(folder / "run" / "student")
     assert config["num_hidden_layers"] == 2
     assert len(weights) == 2 + 2 * 9
-    assert weights["model.embed_tokens.weight"].shape == (258, 32)
+    assert weights["model.embed_tokens.weight"].shape == (258, 48)
     tokenizer = tokenizer_from_folder(folder / "run" / "student")
     assert tokenizer.decode(tokenizer.encode("to be")) == "to be"
 
@@ -217,7 +217,7 @@ def test_wrong_weights_are_named(tmp_path, monkeypatch, capsys):
     save_file(weights, file, {"format": "pt"})
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
     printed = capsys.readouterr().err
-    assert "model.layers.1.mlp.up_proj.weight" in printed and "(47, 32)" in printed and "(48, 32)" in printed
+    assert "model.layers.1.mlp.up_proj.weight" in printed and "(39, 48)" in printed and "(40, 48)" in printed
 
 
 @pytest.mark.parametrize("arguments", [["train"], ["train", "--resume", "nowhere"], ["verify", "--layouts", "dp2_tp5"]])

@@ -11,8 +11,8 @@ from spmd_distill.interop import TextTokenizer, save_huggingface
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    "hidden_size": 48,
+    "intermediate_size": 40,
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
@@ -39,7 +39,7 @@ def tiny_tokenizer() -> TextTokenizer:
 def tiny_teacher(folder: Path) -> Path:
     """Write a random model as a Hugging Face folder."""
     random = np.random.default_rng(0)
-    d, f, h, k, c = 32, 48, 6, 3, 8
+    d, f, h, k, c = 48, 40, 6, 3, 8
     weights = {"model.embed_tokens.weight": random.normal(size=(258, d)) * 0.5, "model.norm.weight": np.ones(d)}
     for layer in range(SIZES["num_hidden_layers"]):
         name = f"model.layers.{layer}."
