@@ -1,5 +1,6 @@
 """The folder of one run: what lies where in it, and how it is begun, found again and written to."""
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -74,6 +75,11 @@ class RunFolder:
             fix = "take --run OTHER" + (", or resume the run that is there" if run.config.exists() else "")
             raise UserError(f"run folder {run.path}: expected a new or an empty folder, found {shown}; {fix}")
         return run
+
+    def discard_if_empty(self) -> None:
+        """Take the folder of a run that never began away again; one that holds anything stays."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "RunFolder":

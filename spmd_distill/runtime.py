@@ -1,13 +1,14 @@
 """What must be in the environment before jax starts, set for the user. This module does not import jax."""
 
+import math
 import os
 from importlib import resources
 from pathlib import Path
 
 import yaml
 
-SIMULATED_DEVICES = 8
-"""Devices a CPU pretends to have if no layout asks for another number."""
+SIMULATED_DEVICES, MOST_SIMULATED_DEVICES = 8, 16
+"""Devices a CPU pretends to have if no layout asks for more, and the most that one gets."""
 
 FAST_COMPILE = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
 """For many small programs that run a few times each: the same numbers, compiled in a third of the time."""
@@ -37,10 +38,9 @@ def devices_of(layout: str) -> int:
         sizes = [int(n) for n in yaml.safe_load(path.read_text())["axes"].values()]
     except (OSError, yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError):
         return SIMULATED_DEVICES  # whatever is wrong with it, reading the layout in earnest will say so
-    count = 1
-    for size in sizes:
-        count *= max(size, 1)
-    return SIMULATED_DEVICES if -1 in sizes else min(max(count, SIMULATED_DEVICES), 512)
+    count = math.prod(sizes)
+    # A pod's layout is for a pod: more devices than this on one CPU would only wait for each other.
+    return count if SIMULATED_DEVICES < count <= MOST_SIMULATED_DEVICES else SIMULATED_DEVICES
 
 
 def layouts_folder() -> Path:

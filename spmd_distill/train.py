@@ -38,10 +38,16 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
     console = console or Console(stderr=True)
     folder = RunFolder.open(config.run) if resume else RunFolder.create(config.run)
     with TrainProgress(config.steps, console) as progress:
-        with progress.stage("opening the teacher"):
-            setup = set_up(config, say=lambda message: None)
-        with progress.stage("tokenising the text"):
-            train, heldout = load_text(setup)
+        try:
+            with progress.stage("opening the teacher"):
+                setup = set_up(config, progress.note)
+            with progress.stage("tokenising the text"):
+                train, heldout = load_text(setup)
+        except BaseException:
+            if not resume:
+                folder.discard_if_empty()
+            raise
+        progress.note(_introduction(setup, train.valid_tokens))
         if not resume:
             folder.write_config(to_dict(config))
             folder.write_json("environment.json", environment())
@@ -196,6 +202,19 @@ class Loop:
                 f"Step {step}: {bad[0]} is {values[bad[0]]}, so the run stops here; checkpoints of earlier steps are "
                 f"in {self.folder.checkpoints}. A lower optimizer.learning_rate or float32 compute usually mends it."
             )
+
+
+def _introduction(setup: Setup, tokens: int) -> str:
+    run = setup.run
+    teacher, student, layout = run.teacher.model, run.student, run.mapper.layout
+    grid = " x ".join(f"{axis} {n}" for axis, n in layout.sizes.items())
+    return (
+        f"teacher: {teacher.config.layers} layers, {teacher.parameter_count / 1e6:.0f}M parameters; student: its "
+        f"layers {', '.join(map(str, setup.layers))}, {student.parameter_count / 1e6:.0f}M parameters\n"
+        f"mesh {layout.name} ({grid}) on {len(run.mapper.devices)} {run.mapper.devices[0].platform} device(s), mapper "
+        f"{run.mapper.name}, head {run.head.name}, objective "
+        f"{' + '.join(t.divergence.name for t in run.objective.terms)}; {tokens:,} tokens to train on"
+    )
 
 
 def _values(metrics: Metrics) -> dict[str, float]:

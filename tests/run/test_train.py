@@ -203,8 +203,7 @@ def test_a_mistake_gives_one_clear_error_exit_2_and_leaves_nothing(name, tmp_pat
     assert main(["train", "run.yaml", *flags]) == 2
     printed = capsys.readouterr().err
     assert "Traceback" not in printed and "spmd-distill: error: " in printed and expected in printed
-    left = [p for p in sorted(tmp_path.rglob("*")) if p not in files]
-    assert [p for p in left if p.is_file()] == [], "half-written files"
+    assert sorted(tmp_path.rglob("*")) == files, "something half-written is left"
 
 
 def test_wrong_weights_are_named(tmp_path, monkeypatch, capsys):
