@@ -79,14 +79,14 @@ def demo_config(
 ) -> RunConfig:
     """The demo's settings: what ``spmd-distill demo`` runs, and a start for one's own."""
     base = parse_config(["--run", run, "--mesh", mesh, "--mapper", mapper, "--teacher.path", teacher])
-    steps = 60 if steps is None else steps
+    steps = 40 if steps is None else steps
     own = teacher == "demo"
     return replace(
         base,
         steps=steps,
-        student=replace(base.student, layers=DEMO_LAYERS if own else None),
+        student=replace(base.student, layers=DEMO_LAYERS if own else None, remat="dots"),
         data=replace(base.data, train=text, rows=max(4, _batch_shards(mesh)), max_train_tokens=200_000),
-        eval=replace(base.eval, every=20, rows=24),
+        eval=replace(base.eval, every=20, rows=16, new_tokens=12),
     )
 
 
@@ -94,7 +94,10 @@ def _batch_shards(mesh: str) -> int:
     """Into how many pieces a layout cuts a batch, so that the demo's is large enough."""
     from spmd_distill.sharding import MeshLayout
 
-    return 1 if mesh == "auto" else MeshLayout.load(mesh).batch_shards
+    if mesh == "auto":
+        return 1
+    layout = MeshLayout.load(mesh)
+    return layout.resolve(max(devices_of(mesh), layout.device_count)).batch_shards
 
 
 def _train(options: argparse.Namespace, rest: list[str]) -> int:

@@ -42,8 +42,10 @@ class FusedHead(AbstractHead):
         """Tokens a chunk, for ``tokens`` local tokens and ``vocab`` local rows of the unembedding."""
         if self.chunk is not None:
             return min(self.chunk, tokens)
-        fits = self.memory_budget // (LIVE_BUFFERS * vocab * itemsize)
-        return min(max(fits // 8 * 8, 8), tokens)
+        fits = max(self.memory_budget // (LIVE_BUFFERS * vocab * itemsize) // 8 * 8, 8)
+        chunks = -(-tokens // fits)
+        even = -(-tokens // chunks)  # a last chunk of few tokens would cost as much as a full one
+        return min(-(-even // 8) * 8, tokens)
 
     def __call__(
         self,

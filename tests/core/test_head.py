@@ -205,6 +205,7 @@ def test_the_chunk_follows_the_memory_budget():
     size = functools.partial(FusedHead(memory_budget=6 * 4 * 1000 * 64).chunk_size, vocab=1000)
     assert size(tokens=4096) == 64
     assert size(tokens=10) == 10
+    assert size(tokens=100) == 56, "two even chunks, not 64 and 36"
     assert FusedHead(memory_budget=1).chunk_size(4096, 50_000) == 8
     assert FusedHead(chunk=7).chunk_size(4096, 50_000) == 7
 
