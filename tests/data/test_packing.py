@@ -1,6 +1,5 @@
 """Packing: every (token, label) pair of every document exactly once, and nothing else."""
 
-import time
 from collections import Counter
 from itertools import pairwise
 
@@ -158,9 +157,7 @@ def test_the_vocabulary_check_names_row_position_and_id():
     check_vocabulary(pack([], 4), 49152)
 
 
-def test_a_million_tokens_take_no_time():
+def test_a_million_tokens_are_packed_whole():
     rng = np.random.default_rng(0)
     docs = [rng.integers(0, 49152, size) for size in rng.integers(1, 2000, 1000)]
-    start = time.perf_counter()
-    rows = pack(docs, 512)
-    assert time.perf_counter() - start < 3 and rows.valid_tokens > 900_000
+    assert pack(docs, 512).valid_tokens == sum(len(d) - 1 for d in docs)
