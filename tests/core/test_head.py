@@ -145,7 +145,8 @@ def test_low_precision_and_extreme_logits(head_name, temperature, scale, dtype):
         HEADS[head_name], "shard_map", "dp2_tp4", p, temperature, 1.0, 0.5, transform, static=temperature == 1.0
     )
     assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in found[:3])
-    bar = 1e-5 if dtype == jnp.float32 else 2e-2  # bfloat16 keeps 8 bits of dz before the gradient matmuls
+    # float32 rounds logits of 1e4 to 1e-3, and their probabilities with them; bfloat16 keeps 8 bits of dz
+    bar = (1e-5 if scale == 1.0 else 1e-3) if dtype == jnp.float32 else 2e-2
     close(found[0], loss, 2e-5, "loss")
     close(found[1], dh, bar, "d hidden")
     close(found[2], dw, bar, "d unembed")
