@@ -39,7 +39,7 @@ _HOME = {
     "prepare_jax": "runtime",
     "save_huggingface": "interop",
     "select_layers": "state",
-    "verify": "verify",
+    "verify": "proof",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

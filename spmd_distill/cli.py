@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="spmd-distill", description="Distil a large language model into a small one, sharded, and prove it."
+        prog="spmd-distill",
+        description="Distil a large language model into a small one, sharded, and prove it.",
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -84,7 +86,7 @@ def demo_config(
     return replace(
         base,
         steps=steps,
-        student=replace(base.student, layers=DEMO_LAYERS if own else None, remat="dots"),
+        student=replace(base.student, layers=DEMO_LAYERS if own else None),
         data=replace(base.data, train=text, rows=max(4, _batch_shards(mesh)), max_train_tokens=200_000),
         eval=replace(base.eval, every=20, rows=16, new_tokens=12),
     )
@@ -123,7 +125,7 @@ def _distil(config: RunConfig, resume: bool) -> int:
 def _verify(options: argparse.Namespace, _: list[str]) -> int:
     wanted = options.layouts or []
     prepare_jax(max([devices_of(name) for name in wanted], default=8), fast_compile=True)
-    from spmd_distill.verify import run_verify
+    from spmd_distill.proof import run_verify
 
     config = None if options.config is None else parse_config(path=options.config)
     return 0 if run_verify(wanted, options.mappers, options.dtype, config, as_json=options.json)["ok"] else 1

@@ -34,8 +34,9 @@ class StudentConfig:
     depth: int = 11
     """Number of layers where ``layers`` is null."""
     dropout: float = 0.0
-    remat: Literal["none", "full", "dots"] = "none"
-    """What a layer's forward pass keeps for its backward pass."""
+    remat: Literal["none", "full", "dots"] = "dots"
+    """What a layer's forward pass keeps for its backward pass: everything, its input, or the results of its matmuls.
+    Under FSDP, ``none`` keeps every layer's gathered parameters too."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def parse_config(arguments: Sequence[str] = (), path: str | Path | None = None) 
     that is missing or not YAML.
     """
     where = "Run settings" if path is None else f"Run file {path}"
-    parser = ArgumentParser(exit_on_error=False, prog="spmd-distill")
+    parser = ArgumentParser(exit_on_error=False, prog="spmd-distill", allow_abbrev=False)
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(RunConfig, fail_untyped=True)
     given = [] if path is None else ["--config", str(path)]

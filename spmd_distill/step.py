@@ -64,9 +64,12 @@ class Distillation:
 
         gradient_of = jax.grad(loss_of, has_aux=True)
 
+        def add(total: Any, more: Any) -> Any:
+            return jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more)
+
         def accumulate(total: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             number, micro = numbered
-            return jax.tree.map(jnp.add, total, gradient_of(params, micro, jax.random.fold_in(key, number))), None
+            return add(total, gradient_of(params, micro, jax.random.fold_in(key, number))), None
 
         micro_batches, first = batch.tokens.shape[0], jax.tree.map(lambda x: x[0], batch)
         if micro_batches == 1:
@@ -74,10 +77,12 @@ class Distillation:
         else:
             _, sums = jax.eval_shape(gradient_of, params, first, key)
             zero_sums = jax.tree.map(lambda x: vary_like(jnp.zeros(x.shape, x.dtype), batch.mask), sums)
-            start = (jax.tree.map(jnp.zeros_like, params), zero_sums)
+            start = (jax.tree.map(lambda p: jnp.zeros_like(p, _wide(p)), params), zero_sums)
             total, _ = jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), batch))
         grads, sums = total
-        return jax.tree.map(psum, grads, missing), psum(sums, batch_axes), count
+        # Added up over micro-batches and shards in float32 or wider, and rounded to the parameters' type once.
+        grads = jax.tree.map(lambda g, axes, p: psum(g.astype(_wide(p)), axes).astype(p.dtype), grads, missing, params)
+        return grads, psum(sums, batch_axes), count
 
     def eval_body(
         self, params: Params, teacher_params: Params, batch: Batch, step: jax.Array
@@ -164,6 +169,10 @@ class Distillation:
             self.student.specs(layout),
             is_leaf=is_spec,
         )
+
+
+def _wide(x: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _means(sums: dict[str, jax.Array], count: jax.Array) -> Metrics:

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import pytest
 
 from spmd_distill.mappers import MAPPERS, make_mapper
+from spmd_distill.proof import _Case
 from spmd_distill.sharding import MeshLayout
 from spmd_distill.state import abstract_state, create_state, init_params, select_layers
 from spmd_distill.step import Distillation
 from spmd_distill.teachers import OnlineTeacher
-from spmd_distill.verify import _Case
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ LAYERS = (
     ("config",),
     ("build",),
     ("finish",),
-    ("train", "plan", "verify"),
+    ("train", "plan", "proof"),
     ("demo",),
     ("cli", "__init__"),
 )

@@ -10,7 +10,7 @@ from spmd_distill import collectives, sharding
 from spmd_distill.cli import main
 from spmd_distill.errors import UserError
 from spmd_distill.mappers import MAPPERS
-from spmd_distill.verify import BARS, fitting_layouts, verify
+from spmd_distill.proof import BARS, fitting_layouts, verify
 
 
 def test_every_layout_and_mapper_gives_the_result_of_one_device_in_float64():
