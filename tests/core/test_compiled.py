@@ -137,18 +137,21 @@ def test_logits_would_be_noticed():
     assert logits_among({(ROWS * LENGTH // 2 * VOCAB,)}, {VOCAB})
 
 
-@pytest.mark.parametrize(("layout", "gathers"), [("dp2_tp4", 0), ("fsdp2_tp4", 1)])
-def test_an_unembedding_is_gathered_at_most_once_a_step(layout, gathers):
-    """Tied to the embedding, in each model; forward and backward together."""
-    text = step(layout=layout).compiled.as_text()
-    gathered = [
-        shape
-        for result in re.findall(r"= (.*?) all-gather(?:-start)?\(", text)
-        for shape in re.findall(r"\[[\d,]+\]", result)
-    ]
+@pytest.mark.parametrize(("layout", "times"), [("dp2_tp4", 0), ("fsdp2_tp4", 1)])
+def test_an_unembedding_is_gathered_at_most_once_a_step(layout, times):
+    """Tied to the embedding, in each model, forward and backward together; so is its gradient scattered."""
+    results = re.findall(r"= (.*?) all-gather(?:-start)?\(", step(layout=layout).compiled.as_text())
+    gathered = [shape for result in results for shape in re.findall(r"\[[\d,]+\]", result)]
+    called = collections.Counter(
+        (e.primitive.name.removesuffix("_invariant"), v.aval.shape)
+        for e in equations(step(layout=layout).traced.jaxpr.jaxpr)
+        for v in e.outvars
+    )
     for config in (STUDENT, TEACHER):
-        assert gathered.count(f"[{VOCAB // 4},{config.width}]") == gathers
-        assert not any(shape.startswith(f"[{VOCAB},") for shape in gathered)
+        assert gathered.count(f"[{VOCAB // 4},{config.width}]") == times
+        assert called["all_gather", (VOCAB // 4, config.width)] == times
+    assert called["reduce_scatter", (VOCAB // 4, STUDENT.width // 2)] == times
+    assert not any(shape.startswith(f"[{VOCAB},") for shape in gathered)
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary():
@@ -157,13 +160,24 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
     def temporary(**settings: Any) -> int:
         return step(**settings).compiled.memory_analysis().temp_size_in_bytes
 
-    base = temporary()
+    base = temporary(layout="dp2_tp4")
     tokens, vocab = ROWS * LENGTH // 2, VOCAB // 4
     wide = temporary(student=replace(STUDENT, vocab_size=2 * VOCAB), teacher=replace(TEACHER, vocab_size=2 * VOCAB))
     long = temporary(rows=ROWS * 3 // 2)
     a_row, a_token = (wide - base) / 4 / vocab, (long - base) / 4 / (tokens / 2)
     assert a_row < (LIVE_BUFFERS + 1) * CHUNK + 8 * STUDENT.width < tokens / 2
     assert a_token < vocab / 2
+
+
+def test_nothing_of_the_teacher_is_accumulated():
+    """Over four micro-batches the loop carries gradients of the student's shapes and sums of metrics, no more."""
+    traced = step(micro_batches=4).traced.jaxpr.jaxpr
+    (loop,) = [e for e in equations(traced) if e.primitive.name == "scan" and e.params["length"] == 4]
+    consts, carried = loop.params["num_consts"], loop.params["num_carry"]
+    shapes_carried = collections.Counter(v.aval.shape for v in loop.invars[consts : consts + carried])
+    state, *_ = step().arguments
+    local = collections.Counter(x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(state.params))
+    assert shapes_carried - collections.Counter({(): shapes_carried[()]}) == local
 
 
 # What a layer sends
