@@ -1,7 +1,7 @@
 """Exact memory of the demo's training step, per device, for each remat policy.
 
-``python benchmarks/step_memory.py [--mesh NAME] [--json]`` compiles the step and runs nothing; it prints a table, or with
---json one row a figure.
+``python benchmarks/step_memory.py [--mesh NAME] [--json]`` compiles the step and runs nothing; it prints a table, or
+with --json one row a figure.
 """
 
 import argparse
