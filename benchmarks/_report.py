@@ -52,7 +52,7 @@ class Row:
 
 
 def report(rows: Sequence[Row], json_path: str | None = None, title: str = "") -> bool:
-    """Print a table, and write JSON to ``json_path`` ("-" is stdout, and the table goes to stderr). True: all bars hold.
+    """Print a table, and write JSON to ``json_path``; whether all bars hold. "-" is stdout: the table goes to stderr.
 
     A setting that all rows share is said once, above the table.
     """
