@@ -58,7 +58,7 @@ def report(rows: Sequence[Row], json_path: str | None = None, title: str = "") -
     """
     console = Console(stderr=json_path == "-")
     if not console.is_terminal:  # a table in a log or a file is as wide as its content
-        console.width = 200
+        console.width = 160
     console.print(_table(rows, title))
     if json_path == "-":
         json.dump([row.as_json() for row in rows], sys.stdout, indent=1)
@@ -73,17 +73,29 @@ def report(rows: Sequence[Row], json_path: str | None = None, title: str = "") -
 
 def _table(rows: Sequence[Row], title: str) -> Table:
     shared = _shared(row.setting for row in rows if row.value is not None)
-    table = Table(title=title or None, caption=_words(shared) or None, title_justify="left", caption_justify="left")
+    table = Table(
+        title=title or None,
+        title_style="bold",
+        caption=_words(shared) or None,
+        title_justify="left",
+        caption_justify="left",
+    )
     for name, justify in (("library", "left"), ("setting", "left"), ("metric", "left"), ("value", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_column("unit")
     table.add_column("bar", justify="right")
+    before = None
     for row in rows:
         own = {k: v for k, v in row.setting.items() if k not in shared}
+        named = (row.library, _words(own))
+        if named != before and before is not None:
+            table.add_section()
         bar = "" if row.bar is None else f"<= {_number(row.bar)} " + ("ok" if row.holds else "MISSED")
         style = "red" if row.holds is False else ""
         value = "-" if row.value is None else _number(row.value)
-        table.add_row(*map(Text, (row.library, _words(own), row.metric, value, row.unit, bar)), style=style)
+        said = ("", "") if named == before else named  # once for all its rows
+        table.add_row(*map(Text, (*said, row.metric, value, row.unit, bar)), style=style)
+        before = named
     return table
 
 
