@@ -134,7 +134,8 @@ def build_objective(config: RunConfig) -> Objective:
 def build_head(config: RunConfig) -> AbstractHead:
     """The head that the run file asks for."""
     head = config.head
-    return ReferenceHead() if head.kind == "reference" else FusedHead(head.chunk, head.memory_budget_mib * 2**20)
+    budget = None if head.memory_budget_mib is None else head.memory_budget_mib * 2**20
+    return ReferenceHead() if head.kind == "reference" else FusedHead(head.chunk, budget)
 
 
 def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -142,6 +142,23 @@ def psum_scatter(x: jax.Array, axis: str, *, dim: int = 0) -> jax.Array:
     return lax.psum_scatter(x, where, scatter_dimension=dim, tiled=True, **groups)
 
 
+def all_to_all(x: jax.Array, axis: str, *, split: int, concat: int) -> jax.Array:
+    """Give every shard its slice of ``split``, and concatenate the slices received along ``concat``."""
+    where, groups = _where((axis,))
+    return lax.all_to_all(x, where, split, concat, tiled=True, **groups)
+
+
+def gather_stacked(x: T, axes: Axes) -> T:
+    """Stack the shards' arrays (of any pytree) along a new first dimension, the first axis outermost."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        for axis in reversed(_names(axes)):
+            leaf = all_gather(leaf, axis, tiled=False)
+        return leaf.reshape(-1, *leaf.shape[len(_names(axes)) :])
+
+    return jax.tree.map(one, x)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Types of shard_map: which axes a value differs over
 

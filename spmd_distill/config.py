@@ -55,8 +55,8 @@ class HeadConfig:
     kind: Literal["fused", "reference"] = "fused"
     chunk: int | None = None
     """Tokens a chunk; null chooses from the budget."""
-    memory_budget_mib: int = 64
-    """What one chunk's logits may take on a device."""
+    memory_budget_mib: int | None = None
+    """What one chunk's logits may take on a device; null balances them with the gradient of the unembedding."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class RunConfig:
         """Check what no type can say."""
         for name in (
             "steps", "data.length", "data.rows", "data.micro_batches", "eval.rows", "checkpoint.keep",
-            "checkpoint.every", "eval.every", "eval.new_tokens", "head.memory_budget_mib", "student.depth",
+            "checkpoint.every", "eval.every", "eval.new_tokens", "student.depth",
         ):  # fmt: skip
             value: Any = self
             for part in name.split("."):
@@ -162,8 +162,10 @@ class RunConfig:
             raise UserError(f"Run file: objective.alpha is {self.objective.alpha}; expected 0 <= alpha <= 1.")
         if self.objective.temperature <= 0:
             raise UserError(f"Run file: objective.temperature is {self.objective.temperature}; it must be above 0.")
-        if self.head.chunk is not None and self.head.chunk < 1:
-            raise UserError(f"Run file: head.chunk is {self.head.chunk}; it must be at least 1, or null.")
+        for name in ("chunk", "memory_budget_mib"):
+            value = getattr(self.head, name)
+            if value is not None and value < 1:
+                raise UserError(f"Run file: head.{name} is {value}; it must be at least 1, or null.")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -7,57 +7,95 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd_distill.divergences import AbstractSeparable, CrossEntropy
-from spmd_distill.head import AbstractHead, HeadOutput, Term
+from spmd_distill.collectives import shard_index
+from spmd_distill.divergences import AbstractDivergence, AbstractLabelLoss, CrossEntropy, Scheduled, ZLoss, scheduled
+from spmd_distill.head import FULL, AbstractHead, HeadOutput, Sampled, Support, Term, common_vocabulary
 from spmd_distill.types import Batch, Unembedded
-
-Scheduled = float | Callable[[Any], Any]
-"""A number, or a function of the optimizer step (any optax schedule). A schedule moves without recompiling."""
 
 
 @dataclass(frozen=True)
 class WeightedTerm:
-    """One summand. A divergence's gradient shrinks as 1/T^2 with its temperature T; by default that is undone."""
+    """One summand: a divergence, or a loss on the label, with its weight and temperature.
 
-    divergence: AbstractSeparable | CrossEntropy
+    A divergence's gradient with respect to the logits shrinks as 1/T^2 with its temperature T (Hinton et al. 2015,
+    section 2); by default that is undone. `NormalizedLogitMSE` does not depend on T, and `TotalVariation` and
+    `SortedLogitULD`, whose gradient does not fade near the minimum, shrink as 1/T: switch the square off for those if
+    their T is not 1.
+    """
+
+    divergence: AbstractDivergence
     weight: Scheduled = 1.0
     temperature: Scheduled = 1.0
+    """Ignored by losses on the label, which are at temperature 1."""
     scale_by_temperature_squared: bool = True
 
     @property
-    def for_head(self) -> Term:
+    def squared(self) -> bool:
+        """Whether the weight is multiplied by T^2."""
+        return self.scale_by_temperature_squared and not isinstance(self.divergence, AbstractLabelLoss)
+
+    def for_head(self, label: str) -> Term:
         """The term without what moves during training."""
-        return Term(self.divergence, None if callable(self.temperature) else float(self.temperature))
+        return Term(self.divergence, None if callable(self.temperature) else float(self.temperature), label)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A weighted sum of token losses, averaged over the valid tokens of the whole optimizer step."""
+    """A weighted sum of token losses, averaged over the valid tokens of the whole optimizer step.
+
+    ``support`` says which tokens of the vocabulary the separable divergences look at, ``vocab_size`` how many tokens
+    the two models share (default: the smaller vocabulary, with a warning where they differ).
+    """
 
     terms: tuple[WeightedTerm, ...]
+    support: Support = FULL
+    vocab_size: int | None = None
 
     @classmethod
-    def mix(cls, divergence: AbstractSeparable, alpha: Scheduled = 0.9, temperature: Scheduled = 1.0) -> "Objective":
+    def mix(
+        cls,
+        divergence: AbstractDivergence,
+        alpha: Scheduled = 0.9,
+        temperature: Scheduled = 1.0,
+        *,
+        label_smoothing: Scheduled = 0.0,
+        z_loss: Scheduled = 0.0,
+        support: Support = FULL,
+        vocab_size: int | None = None,
+    ) -> "Objective":
         """``alpha T^2 D(teacher, student; T) + (1 - alpha) CE(labels)``, Hinton et al. 2015 (arXiv:1503.02531).
 
-        A part whose weight is the number 0 is left out of the program.
+        ``z_loss`` is the weight of a third term. A part whose weight is the number 0 is left out of the program.
         """
-        rest: Scheduled = (lambda step: 1 - alpha(step)) if callable(alpha) else 1 - alpha
-        parts = (WeightedTerm(divergence, alpha, temperature), WeightedTerm(CrossEntropy(), rest))
-        return cls(tuple(t for t in parts if callable(t.weight) or t.weight != 0))
+        rest: Scheduled = _Rest(alpha) if callable(alpha) else 1 - alpha
+        parts = (
+            WeightedTerm(divergence, alpha, temperature),
+            WeightedTerm(CrossEntropy(label_smoothing), rest),
+            WeightedTerm(ZLoss(), z_loss),
+        )
+        return cls(tuple(t for t in parts if callable(t.weight) or t.weight != 0), support, vocab_size)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """A name for every term: its divergence's, numbered from the second of the same name on."""
+        names = [t.divergence.name for t in self.terms]
+        before = [names[:i].count(name) for i, name in enumerate(names)]
+        return tuple(name if not n else f"{name}_{n + 1}" for name, n in zip(names, before, strict=True))
 
     def coefficients(self, step: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Weights and temperatures of all terms at an optimizer step, ``[terms]`` each."""
-
-        def at(x: Scheduled) -> jax.Array:
-            return jnp.asarray(x(step) if callable(x) else x, dtype)
-
-        temperatures = [at(t.temperature) for t in self.terms]
+        temperatures = [_at(t.temperature, step, dtype) for t in self.terms]
         weights = [
-            at(t.weight) * (temp * temp if t.scale_by_temperature_squared else 1)
+            _at(t.weight, step, dtype) * (temp * temp if t.squared else 1)
             for t, temp in zip(self.terms, temperatures, strict=True)
         ]
         return jnp.stack(weights), jnp.stack(temperatures)
+
+    def parameters(self, step: jax.Array, dtype: Any) -> tuple[dict[str, jax.Array], ...]:
+        """The scheduled parameters of each term's divergence at an optimizer step."""
+        return tuple(
+            {name: _at(value, step, dtype) for name, value in scheduled(t.divergence).items()} for t in self.terms
+        )
 
     def __call__(
         self,
@@ -70,24 +108,60 @@ class Objective:
         *,
         agreement: bool,
         batch_axes: tuple[str, ...],
+        vocab_axes: tuple[str, ...] = ("model",),
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """This shard's share of the loss (its sum over valid tokens / ``count``) and the sums behind the metrics.
 
         ``count`` is the GLOBAL number of valid tokens of the optimizer step: adding the shares of all shards and
-        micro-batches gives the mean, whatever the data-parallel width, accumulation, packing or padding.
+        micro-batches gives the mean, whatever the data-parallel width, accumulation, packing or padding. ``key``
+        drives a sampled support; without one it is drawn from the step's number.
         """
         dtype = jnp.promote_types(student.hidden.dtype, jnp.float32)
         weights, temperatures = self.coefficients(step, dtype)
+        terms = tuple(t.for_head(label) for t, label in zip(self.terms, self.labels, strict=True))
+        student, teacher = common_vocabulary(student, teacher, terms, self.vocab_size)
+        labels, mask = batch.labels.reshape(-1), batch.mask.reshape(-1)
         out: HeadOutput = head(
             student,
             teacher,
-            batch.labels.reshape(-1),
-            batch.mask.reshape(-1),
-            tuple(t.for_head for t in self.terms),
+            labels,
+            mask,
+            terms,
             weights,
             temperatures,
             agreement=agreement,
+            parameters=self.parameters(step, dtype),
+            support=self.support,
+            uniforms=self._uniforms(key, step, mask.shape[0], batch_axes),
+            vocab_axes=vocab_axes,
             batch_axes=batch_axes,
         )
         loss = out.loss / jnp.maximum(count, 1).astype(dtype)
         return loss, {"loss": jax.lax.stop_gradient(out.loss), **out.sums}
+
+    def _uniforms(
+        self, key: jax.Array | None, step: jax.Array, tokens: int, batch_axes: tuple[str, ...]
+    ) -> jax.Array | None:
+        """Random numbers ``[N, draws]`` for a sampled support, each from its token's place in the global batch."""
+        if not isinstance(self.support, Sampled):
+            return None
+        draws = self.support.draws
+        key = jax.random.fold_in(jax.random.key(0), step) if key is None else key
+        numbers = shard_index(batch_axes) * tokens + jnp.arange(tokens)
+        draw = lambda number: jax.random.uniform(jax.random.fold_in(key, number), (draws,))  # noqa: E731
+        return jax.vmap(draw)(numbers)
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """The schedule ``1 - schedule(step)``."""
+
+    schedule: Callable[[Any], Any]
+
+    def __call__(self, step: Any) -> Any:
+        return 1 - self.schedule(step)
+
+
+def _at(value: Scheduled, step: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.asarray(value(step) if callable(value) else value, dtype)

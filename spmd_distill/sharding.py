@@ -30,7 +30,7 @@ LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("model",),
     "head_dim": (),
     "mlp": ("model",),
-    "vocab": ("model",),
+    "vocab": ("model", "data"),
     "layers": (),
 }
 """Every logical axis, and the mesh axes that a rule may give it."""
@@ -141,7 +141,11 @@ class MeshLayout:
             )
         if absent := [a for a, n in sizes.items() if a != "model" and n != 1 and a not in rules.get("batch", ())]:
             raise UserError(f"{where}: the rows of the batch must lie on {absent[0]!r}; add it to the rule batch.")
-        if sizes["model"] != 1 and (whole := [a for a in TENSOR_PARALLEL if rules.get(a) != ("model",)]):
+        if rules.get("vocab", ("model",)) not in (("model",), ("model", "data")):
+            raise UserError(
+                f"{where}: vocab lies on {list(rules['vocab'])}; expected model, or [model, data] in this order."
+            )
+        if sizes["model"] != 1 and (whole := [a for a in TENSOR_PARALLEL if rules.get(a, ())[:1] != ("model",)]):
             raise UserError(
                 f"{where}: axis model has size {sizes['model']}, so {', '.join(TENSOR_PARALLEL)} must all lie on it; "
                 f"the rule {whole[0]}: model is missing."
@@ -173,6 +177,11 @@ class MeshLayout:
     def batch_shards(self) -> int:
         """Into how many shards the rows of a batch are cut."""
         return math.prod(self.sizes[a] for a in self.batch_axes)
+
+    @property
+    def vocab_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the vocabulary is spread over, outermost first."""
+        return dict(self.rules).get("vocab", ()) or ("model",)
 
     @property
     def fsdp_axis(self) -> str | None:
@@ -216,10 +225,14 @@ class MeshLayout:
         """Place an array whose dimensions have these logical axes (None: always whole).
 
         With ``shape`` given, raise `UserError` where a dimension does not divide. Heads are the exception: an array
-        whose heads do not divide is cut along ``embed`` instead, or is whole if that does not divide either.
+        whose heads do not divide is cut along ``embed`` instead, or is whole if that does not divide either. An array
+        whose vocabulary lies on an axis is not cut along ``embed`` over it.
         """
         rules = dict(self.rules)
         entries = [rules.get(axis, ()) if axis is not None else () for axis in logical]
+        if "vocab" in logical and "embed" in logical:
+            rows = entries[logical.index("vocab")]
+            entries[logical.index("embed")] = tuple(a for a in entries[logical.index("embed")] if a not in rows)
         for i, (axis, mesh_axes) in enumerate(zip(logical, entries, strict=True)):
             shards = math.prod(self.sizes[a] for a in mesh_axes)
             if shape is None or shape[i] % shards == 0:

@@ -20,7 +20,7 @@ from spmd_distill.models import Model, Shard
 from spmd_distill.objective import Objective
 from spmd_distill.sharding import REPLICATED, Specs, is_spec, sharded_axes
 from spmd_distill.teachers import OnlineTeacher
-from spmd_distill.types import Batch, Mean, Metrics, Params, TrainState
+from spmd_distill.types import Batch, Mean, Metrics, Params, TrainState, Unembedded
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,7 @@ class Distillation:
         def loss_of(params: Params, micro: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
             targets = self.teacher.targets(teacher_params, micro, self.shard)
             student = self.student.apply(params, micro, self.shard, key)
-            return self.objective(
-                self.head, student, targets, micro, step, count, agreement=True, batch_axes=batch_axes
-            )
+            return self._score(student, targets, micro, step, count, key)
 
         gradient_of = jax.grad(loss_of, has_aux=True)
 
@@ -92,8 +90,15 @@ class Distillation:
         count = psum(jnp.sum(batch.mask, dtype=jnp.int32), batch_axes)
         targets = self.teacher.targets(teacher_params, batch, self.shard)
         student = self.student.apply(params, batch, self.shard)
-        _, sums = self.objective(self.head, student, targets, batch, step, count, agreement=True, batch_axes=batch_axes)
+        _, sums = self._score(student, targets, batch, step, count, None)
         return psum(sums, batch_axes), count
+
+    def _score(
+        self, student: Unembedded, targets: Unembedded, batch: Batch, step: Any, count: Any, key: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        layout = self.mapper.layout
+        axes = {"batch_axes": layout.batch_axes, "vocab_axes": layout.vocab_axes}
+        return self.objective(self.head, student, targets, batch, step, count, agreement=True, key=key, **axes)
 
     # -- programs -------------------------------------------------------------------------------------------------
 

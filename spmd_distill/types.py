@@ -38,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What happens between ``hidden @ unembed.T`` and the logits. Known when the program is compiled."""
+    """What happens between ``hidden @ unembed.T + bias`` and the logits. Known when the program is compiled."""
 
     vocab_size: int
     """Rows of the whole unembedding that are real tokens; rows from here on are padding and get no probability."""
@@ -50,14 +50,15 @@ class LogitTransform:
 
 @struct.dataclass
 class Unembedded:
-    """What a model hands to a head instead of logits: ``logits = transform(hidden @ unembed.T)``.
+    """What a model hands to a head instead of logits: ``logits = transform(hidden @ unembed.T + bias)``.
 
-    Inside a shard body ``unembed`` holds this shard's rows of the vocabulary.
+    Inside a shard body ``unembed`` and ``bias`` hold this shard's rows of the vocabulary.
     """
 
     hidden: Float[Array, "*N D"]
     unembed: Float[Array, "V D"]
     transform: LogitTransform = struct.field(pytree_node=False)
+    bias: Float[Array, " V"] | None = None
 
 
 @struct.dataclass

@@ -1,33 +1,49 @@
 """The contract of a head, and what all heads share: from hidden states to logits and their statistics."""
 
 import abc
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from spmd_distill.divergences import AbstractSeparable, CrossEntropy
+from spmd_distill.divergences import AbstractDivergence, AbstractRowwise, AbstractSeparable, at
+from spmd_distill.errors import UserError
+from spmd_distill.head.support import FULL, Support
 from spmd_distill.types import LogitTransform, Unembedded
 
 IMPOSSIBLE = -1e30
 """The logit of a token that cannot occur: finite, so that 0 * (logp - logp) is 0 and never NaN."""
 
-AGREEMENT = ("kl", "ce_student", "ce_teacher", "top1", "acceptance")
+LOWEST = -1e6
+"""The lowest log-probability a divergence sees. Logits of 1e4 at temperature 0.05 reach -4e5; below lie only tokens
+that cannot occur, whose share in a divergence and its gradient must stay finite."""
+
+AGREEMENT = ("kl", "kl_reverse", "ce_student", "ce_teacher", "entropy_student", "entropy_teacher", "top1", "acceptance")
 """Metrics every head can compute in its one pass over the logits, all at temperature 1, summed over valid tokens:
-KL(teacher || student), cross-entropy of both on the labels, whether both put the same token first, and the rate
-sum min(p, q) at which speculative sampling would accept the student's proposals (Leviathan et al. 2023)."""
+KL(teacher || student) and KL(student || teacher), cross-entropy of both on the labels, the entropy of both, whether
+both put the same token first, and the rate sum min(p, q) at which speculative sampling would accept the student's
+proposals (Leviathan et al. 2023, arXiv:2211.17192)."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of an objective: a divergence at a temperature, or the cross-entropy on the labels."""
+    """One summand of an objective: what is compared, at which temperature, under which name it is reported."""
 
-    divergence: AbstractSeparable | CrossEntropy
+    divergence: AbstractDivergence
     static_temperature: float | None = 1.0
     """The temperature if it is known when the program is compiled; None if it moves and arrives as an array."""
+    label: str | None = None
+    """Name of its sum; the divergence's own by default."""
+
+    @property
+    def name(self) -> str:
+        """The key of its sum."""
+        return self.label or self.divergence.name
 
 
 @dataclass(frozen=True)
@@ -35,7 +51,7 @@ class HeadOutput:
     """What a head returns: sums over this data shard's valid tokens, the same on every shard of ``model``."""
 
     loss: jax.Array
-    """The weighted sum of the terms, a scalar, differentiable in the student's hidden state and unembedding."""
+    """The weighted sum of the terms, a scalar, differentiable in the student's hidden state, unembedding and bias."""
     sums: Mapping[str, jax.Array]
     """Each term's own unweighted sum by its name, and the `AGREEMENT` sums if asked for; no gradient."""
 
@@ -57,15 +73,22 @@ class AbstractHead(abc.ABC):
         temperatures: Float[Array, " terms"],
         *,
         agreement: bool,
-        axis: str = "model",
+        parameters: tuple[Mapping[str, Any], ...] = (),
+        support: Support = FULL,
+        uniforms: Float[Array, "N draws"] | None = None,
+        vocab_axes: tuple[str, ...] = ("model",),
         batch_axes: tuple[str, ...] = (),
     ) -> HeadOutput:
         """Sum the objective over valid tokens, inside a shard body.
 
-        ``student`` and ``teacher`` hold hidden states ``[N, D]``, equal on all shards of ``axis`` (the two D differ),
-        and this shard's contiguous rows ``[V / shards, D]`` of each unembedding. Masked tokens may hold anything,
-        NaN included. Shards of ``batch_axes`` hold other tokens. The caller scales a term by its temperature squared,
-        if it wants that, through ``weights``.
+        ``student`` and ``teacher`` hold hidden states ``[N, D]``, equal on all shards of ``model`` (the two D differ),
+        and this shard's contiguous rows ``[V / shards, D]`` of each unembedding, counted over ``vocab_axes`` (first
+        axis outermost), which may share axes with ``batch_axes``, those over which tokens are spread. Masked tokens may
+        hold anything, NaN included. The caller scales a term by its temperature squared, if it wants that, through
+        ``weights``. ``parameters`` hold each term's values for its scheduled parameters (`at`), ``uniforms`` the
+        random numbers in [0, 1) of a sampled support.
+
+        Raises `UserError` where the two models' vocabularies do not match (`common_vocabulary`).
         """
 
 
@@ -75,21 +98,77 @@ def accumulator(*arrays: jax.Array) -> jnp.dtype:
 
 
 def logits_of(
-    transform: LogitTransform,
-    hidden: Float[Array, "C D"],
-    unembed: Float[Array, "V D"],
-    first_row: int | jax.Array,
-) -> tuple[Float[Array, "C V"], Float[Array, "C V"]]:
+    model: Unembedded, hidden: Float[Array, "C D"], first_row: int | jax.Array
+) -> tuple[Float[Array, "C V"], Float[Array, "C V"] | Float[Array, ""]]:
     """Logits of a block of the vocabulary that starts at ``first_row``, in `accumulator` precision.
 
-    Also their derivative with respect to ``hidden @ unembed.T``: 0 at rows that are no tokens.
+    Also their derivative with respect to ``hidden @ unembed.T + bias``: 0 at rows that are no tokens.
     """
+    transform, unembed = model.transform, model.unembed
     acc = accumulator(hidden, unembed)
-    raw = lax.dot_general(hidden, unembed.astype(hidden.dtype), (((1,), (1,)), ((), ())), preferred_element_type=acc)
-    z = raw * jnp.asarray(transform.logit_scale, acc)
-    slope = jnp.full_like(z, transform.logit_scale)
+    z = lax.dot_general(hidden, unembed.astype(hidden.dtype), (((1,), (1,)), ((), ())), preferred_element_type=acc)
+    if model.bias is not None:
+        z = z + model.bias.astype(acc)
+    z = z * jnp.asarray(transform.logit_scale, acc)
+    slope = jnp.asarray(transform.logit_scale, acc)
     if transform.softcap is not None:
         t = jnp.tanh(z / transform.softcap)
         z, slope = t * transform.softcap, slope * (1 - t * t)
     real = first_row + jnp.arange(unembed.shape[0]) < transform.vocab_size
-    return jnp.where(real, jnp.maximum(z, IMPOSSIBLE), IMPOSSIBLE), jnp.where(real, slope, 0)
+    # A bias of -inf forbids a token: IMPOSSIBLE too, and without a gradient.
+    return jnp.where(real, jnp.maximum(z, IMPOSSIBLE), IMPOSSIBLE), jnp.where(real & (z > IMPOSSIBLE), slope, 0)
+
+
+def agreement_of(terms: tuple[Term, ...]) -> tuple[str, ...]:
+    """The `AGREEMENT` metrics that mean something: those of the student alone where vocabularies differ."""
+    return ("ce_student", "entropy_student") if own_vocabularies(terms) else AGREEMENT
+
+
+def own_vocabularies(terms: tuple[Term, ...]) -> bool:
+    """Whether the objective compares models of different vocabularies: it has a term that can, and none that cannot."""
+    compared = [t.divergence for t in terms if isinstance(t.divergence, AbstractSeparable | AbstractRowwise)]
+    return bool(compared) and all(isinstance(d, AbstractRowwise) and d.own_vocabularies for d in compared)
+
+
+def common_vocabulary(
+    student: Unembedded, teacher: Unembedded, terms: tuple[Term, ...], vocab_size: int | None = None
+) -> tuple[Unembedded, Unembedded]:
+    """Cut both models to the tokens they share: to ``vocab_size``, or else to the smaller vocabulary, with a warning.
+
+    Rows from there on get no probability and no gradient. Left alone where every term takes different vocabularies.
+    Raises `UserError` where the rows that shards hold do not line up, or ``vocab_size`` is more than a model has.
+    """
+    if own_vocabularies(terms):
+        return student, teacher
+    sizes = {"student": student.transform.vocab_size, "teacher": teacher.transform.vocab_size}
+    least = min(sizes.values())
+    if vocab_size is not None and not 0 < vocab_size <= least:
+        raise UserError(
+            f"vocab_size is {vocab_size}, but the student has {sizes['student']} tokens and the teacher "
+            f"{sizes['teacher']}; expected a number from 1 to {least}."
+        )
+    if vocab_size is None and len(set(sizes.values())) > 1:
+        warnings.warn(
+            f"The student has {sizes['student']} tokens, the teacher {sizes['teacher']}: both are cut to the first "
+            f"{least}. Say vocab_size={least} (or the tokenizer's size, if that is smaller) to make that explicit.",
+            stacklevel=2,
+        )
+    rows = student.unembed.shape[0], teacher.unembed.shape[0]
+    if rows[0] != rows[1]:
+        raise UserError(
+            f"A shard holds {rows[0]} rows of the student's unembedding and {rows[1]} of the teacher's, so that their "
+            f"vocabularies do not line up. Store both with the same number of rows: give the model with fewer rows or "
+            f"more rows vocab_rows of the other (`DecoderConfig.vocab_rows`)."
+        )
+
+    def cut(model: Unembedded) -> Unembedded:
+        transform: LogitTransform = replace(model.transform, vocab_size=least if vocab_size is None else vocab_size)
+        return model.replace(transform=transform)  # type: ignore[attr-defined]
+
+    return cut(student), cut(teacher)
+
+
+def settled(terms: tuple[Term, ...], parameters: tuple[Mapping[str, Any], ...]) -> tuple[AbstractDivergence, ...]:
+    """Each term's divergence with the present values of its schedules."""
+    values = parameters or ({},) * len(terms)
+    return tuple(at(t.divergence, v) for t, v in zip(terms, values, strict=True))

@@ -8,7 +8,7 @@ from einops import einsum, rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from spmd_distill.collectives import axis_index
+from spmd_distill.collectives import all_gather, scatter_to, shard_index
 from spmd_distill.models.base import Shard, declare
 from spmd_distill.models.heads import head_plan, own_heads
 
@@ -119,8 +119,18 @@ def attention_mask(segments: Int[Array, "B L"]) -> Bool[Array, "B 1 L L"]:
 
 
 def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B L"], shard: Shard) -> Float[Array, "B Llocal D"]:
-    """Look tokens up in a table whose rows are spread over ``model``."""
-    local = tokens - axis_index("model") * table.shape[0]
+    """Look tokens up in a table whose rows are spread over the layout's vocabulary axes.
+
+    Where those include axes of the batch, every shard looks up the tokens of all, and the results are scattered.
+    """
+    layout = shard.layout
+    shared = [axis for axis in layout.vocab_axes if axis in layout.batch_axes]
+    for axis in reversed(shared):
+        tokens = all_gather(tokens, axis)
+    local = tokens - shard_index(layout.vocab_axes) * table.shape[0]
     here = (local >= 0) & (local < table.shape[0])
     rows = table[jnp.clip(local, 0, table.shape[0] - 1)].astype(shard.dtype)
-    return shard.leave(jnp.where(here[..., None], rows, 0))
+    rows = jnp.where(here[..., None], rows, 0)
+    for axis in shared:
+        rows = scatter_to(rows, axis, 0)
+    return shard.leave(rows)
