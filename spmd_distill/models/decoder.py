@@ -44,12 +44,17 @@ class DecoderConfig:
     param_dtype: str = "float32"
     init_std: float = 0.02
     family: str = "llama"
+    vocab_rows: int | None = None
+    """Rows of embedding and unembedding as stored, where another model's must line up with them; null pads
+    ``vocab_size``. Fewer than ``vocab_size`` cut the tokens from there on out of the model."""
 
     def __post_init__(self):
         """Check the sizes."""
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp"):
             if getattr(self, name) < 1:
                 raise UserError(f"Decoder: {name} is {getattr(self, name)}; it must be at least 1.")
+        if self.vocab_rows is not None and self.vocab_rows < 1:
+            raise UserError(f"Decoder: vocab_rows is {self.vocab_rows}; it must be at least 1, or null.")
         if self.heads % self.kv_heads:
             raise UserError(
                 f"Decoder: {self.heads} query heads cannot share {self.kv_heads} key/value heads evenly; heads must "
@@ -65,7 +70,12 @@ class DecoderConfig:
     @property
     def padded_vocab(self) -> int:
         """Rows of the embedding as stored."""
-        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return self.vocab_rows or -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def tokens(self) -> int:
+        """Tokens it has rows for: ``vocab_size``, or ``vocab_rows`` where these are fewer."""
+        return min(self.vocab_size, self.padded_vocab)
 
 
 class Block(nnx.Module):
@@ -129,7 +139,7 @@ class Decoder(nnx.Module):
         if shard.layout.sequence_sharded:  # a head sees all tokens of its rows on every shard of model
             whole: Any = collect_from(h, "model", 1)
             h = whole
-        return Unembedded(h.reshape(-1, config.width), unembed, LogitTransform(config.vocab_size))
+        return Unembedded(h.reshape(-1, config.width), unembed, LogitTransform(config.tokens))
 
     @staticmethod
     def _table(parameter: nnx.Param, shard: Shard, use: Use) -> jax.Array:

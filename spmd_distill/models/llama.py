@@ -46,7 +46,7 @@ def config_to_huggingface(config: DecoderConfig, original: Mapping[str, Any] | N
         **(original or {}),
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": config.vocab_size,
+        "vocab_size": config.tokens,
         "hidden_size": config.width,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,

@@ -60,9 +60,9 @@ def per_head_in(heads: int) -> Turn:
 
 
 def vocab_rows(rows: int, padded: int) -> Turn:
-    """``[rows, width]`` in the checkpoint; here padded with rows of zeros."""
+    """``[rows, width]`` in the checkpoint; here padded with rows of zeros, or cut."""
     return Turn(
-        lambda w: np.concatenate([w, np.zeros((padded - rows, w.shape[1]), w.dtype)]) if padded > rows else w,
+        lambda w: np.concatenate([w, np.zeros((padded - rows, w.shape[1]), w.dtype)]) if padded > rows else w[:padded],
         lambda w: w[:rows],
         lambda s: (rows, s[1]),
     )

@@ -319,6 +319,30 @@ def test_a_checkpoint_comes_back_bit_for_bit(layout_name, tied):
         assert array.dtype == np.float32 and array.flags.c_contiguous
 
 
+@pytest.mark.parametrize("rows", [64, 256])
+def test_stored_rows_may_be_those_of_another_model(rows):
+    """The tokens beyond fewer rows are cut out: logits of the others are those of a model that never had them."""
+    config = replace(ODD, tied=False, param_dtype="float32", vocab_rows=rows)
+    weights, tokens = weights_of(config), min(97, rows)
+    layout = MeshLayout.load("dp2_tp4")
+    mapper = make_mapper("shard_map", layout)
+    params = load_params(decoder(config), llama.rules(config), weights, mapper)
+    assert params["embed"].shape == params["unembed"].shape == (rows, config.width)
+    sliced = {k: w[:tokens] if w.shape[0] == 97 else w for k, w in weights.items()}
+    plain = replace(config, vocab_size=tokens, vocab_rows=None)
+    expected = load_params(decoder(plain), llama.rules(plain), sliced, mapper)
+    batch = batch_of(vocab=tokens)
+    found, found_plain = runner(config, "dp2_tp4")(params, batch), runner(plain, "dp2_tp4")(expected, batch)
+    np.testing.assert_array_equal(found[0], found_plain[0])
+    np.testing.assert_array_equal(found[1][..., :tokens], found_plain[1][..., :tokens])
+    assert config.tokens == plain.tokens == tokens
+    back = dict(export_params(params, llama.rules(config)))
+    assert back.keys() == sliced.keys()
+    for name, array in back.items():
+        np.testing.assert_array_equal(array, sliced[name], name)
+    assert llama.config_to_huggingface(config)["vocab_size"] == tokens
+
+
 def test_a_student_takes_the_layers_it_is_given():
     config = replace(ODD, layers=2, param_dtype="float32")
     weights = weights_of(replace(config, layers=5))
