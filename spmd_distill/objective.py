@@ -162,6 +162,9 @@ class _Rest:
     def __call__(self, step: Any) -> Any:
         return 1 - self.schedule(step)
 
+    def __str__(self) -> str:
+        return f"(1 - {self.schedule})"
+
 
 def _at(value: Scheduled, step: jax.Array, dtype: Any) -> jax.Array:
     return jnp.asarray(value(step) if callable(value) else value, dtype)
