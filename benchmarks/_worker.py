@@ -116,3 +116,11 @@ def stopwatch() -> Iterator[Message]:
 def peak_rss() -> int:
     """The most memory this process ever had, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def resident() -> int:
+    """The memory of this process now, in bytes; where the system does not say it, the most it ever had."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return peak_rss()
