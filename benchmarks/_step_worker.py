@@ -38,7 +38,6 @@ class Step:
         import optax
 
         from spmd_distill.divergences import ForwardKL
-        from spmd_distill.head import FusedHead
         from spmd_distill.mappers import make_mapper
         from spmd_distill.models import decoder
         from spmd_distill.objective import Objective
@@ -47,20 +46,11 @@ class Step:
         from spmd_distill.teachers import OnlineTeacher
         from spmd_distill.types import Batch
 
-        self.work, self.chunks = work, []
-        chosen = self.chunks
-
-        class Head(FusedHead):
-            """The fused head, which also says what chunk it chose: that is how often its loop runs."""
-
-            def chunk_size(self, *args: Any, **kwargs: Any) -> int:
-                chosen.append(super().chunk_size(*args, **kwargs))
-                return chosen[-1]
-
+        self.work = work
         student, teacher = (decoder(_config(work, s, r)) for s, r in ((work.student, remat), (work.teacher, "none")))
         objective = Objective.mix(ForwardKL(), work.alpha, work.temperature)
         mapper = make_mapper("shard_map", layout)
-        self.run_ = Distillation(student, OnlineTeacher(teacher), objective, mapper, Head())
+        self.run_ = Distillation(student, OnlineTeacher(teacher), objective, mapper)
         self.tx = optax.adamw(work.learning_rate)
 
         def described(shapes: Any, specs: Any) -> Any:
@@ -82,11 +72,9 @@ class Step:
 
     def facts(self) -> dict[str, Any]:
         """What is known without running: bytes a device, collectives and matmuls of a step."""
-        _, mask = next(self.work.batches())
-        # The head's loop goes over the valid labels of the data shard that has most; each row but its first token.
-        valid = int(mask[:, 1:].reshape(self.work.mesh[0], -1).sum(1).max())
-        trips = -(-valid // self.chunks[-1])
-        program = read(self.compiled.as_text(), unknown_trips=trips)
+        text = self.compiled.as_text()
+        trips = self._trips(text)
+        program = read(text, unknown_trips=trips)
         return {
             "version": importlib.metadata.version("jax"),
             "memory": memory(self.compiled),
@@ -97,6 +85,25 @@ class Step:
             "unknown_loops": list(program.unknown_loops),
             "unknown_trips": trips,
         }
+
+    def _trips(self, text: str) -> int:
+        """How often the head's loop runs for the first batch: its bound is data, so the program does not say it.
+
+        It goes over the valid labels of the data shard that has most. How many of them a trip takes is read off its
+        matmuls: for each of them the student's logits and two gradients of its width, and the teacher's logits.
+        """
+        once, never = (read(text, unknown_trips=trips) for trips in (1, 0))
+        if not once.unknown_loops:
+            return 1
+        work = self.work
+        rows = self.run_.student.config.padded_vocab // work.mesh[1]
+        of_a_token = 2 * rows * (3 * work.student.width + work.teacher.width)
+        taken, rest = divmod(once.matmul_flops - never.matmul_flops, of_a_token)
+        if rest or not taken:
+            raise RuntimeError("The matmuls of the head's loop are not those of a whole number of tokens.")
+        _, mask = next(work.batches())
+        valid = int(mask[:, 1:].reshape(work.mesh[0], -1).sum(1).max())  # a row's first token is no label
+        return -(-valid // taken)
 
     def prepare(self) -> None:
         """Random parameters, and the batches to come."""
