@@ -25,8 +25,9 @@ from jaxtyping import Array, Float
 
 from spmd_distill.errors import UserError
 
-Scheduled = float | Callable[[Any], Any]
-"""A number, or a function of the optimizer step (any optax schedule). A schedule moves without recompiling."""
+Scheduled = float | Callable[[Any], Any] | jax.Array
+"""A number, or a function of the optimizer step (any optax schedule), whose value in a step is an array. A schedule
+moves without recompiling."""
 
 
 class AbstractDivergence(abc.ABC):  # noqa: B024 (its three kinds have the methods)
