@@ -41,7 +41,8 @@ class Worker:
             env=os.environ | (environ or {}),
         )
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def ask(self, message: Message, timeout: float = 600.0) -> Message:
         """Send a message and wait for the answer. Raises `WorkerFailed`."""
@@ -73,12 +74,14 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._listener.join(timeout=5)
         self._errors.close()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
         self._lines.put("")
 
     def _last_error(self) -> str:

@@ -1,4 +1,4 @@
-"""What the benchmarks stand on: the counter of HLO texts, rows and their bars."""
+"""What the benchmarks stand on: the counter of HLO texts, rows and their bars, workers, environments of peers."""
 
 import json
 import subprocess
@@ -14,8 +14,11 @@ from jax.sharding import PartitionSpec as P
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import _peers  # noqa: E402
 from _hlo import Traffic, memory, read  # noqa: E402
 from _report import Row, report  # noqa: E402
+from _worker import Worker, WorkerFailed  # noqa: E402
+from _workload import Workload  # noqa: E402
 
 
 def module(*lines: str, more: str = "", header: str = "HloModule jit_f, num_partitions=8") -> str:
@@ -305,6 +308,63 @@ def test_rows_hold_their_bars_or_not_and_are_written_as_json(tmp_path, capsys):
     assert err.count("MISSED") == 2
 
 
-def test_counting_and_reporting_do_not_import_jax():
-    code = "import sys, _hlo, _report; assert 'jax' not in sys.modules"
+def test_counting_reporting_and_asking_do_not_import_jax():
+    code = "import sys, _hlo, _peers, _report, _worker; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True)
+
+
+WORKER = """
+import sys
+from _worker import Channel, stopwatch
+channel = Channel()
+channel.say({"ready": True})
+for request in channel.requests():
+    print("a library that prints to stdout")
+    with stopwatch() as found:
+        sum(range(request["count"]))
+    channel.say({"sum": sum(range(request["count"]))} | found)
+    if request["count"] == 7:
+        sys.exit("seven is too much")
+"""
+
+
+def test_a_worker_answers_in_turn_and_its_end_is_told():
+    with Worker([sys.executable, "-c", WORKER], {"PYTHONPATH": str(BENCHMARKS)}) as worker:
+        assert worker.hear(timeout=60) == {"ready": True}
+        answer = worker.ask({"count": 5}, timeout=60)
+        assert answer["sum"] == 10
+        assert 0 <= answer["cpu_s"] < 10
+        assert worker.ask({"count": 7}, timeout=60)["sum"] == 21
+        with pytest.raises(WorkerFailed, match=r"ended with code 1: seven is too much"):
+            worker.ask({"count": 5}, timeout=60)
+
+
+def test_a_silent_worker_is_not_waited_for_for_ever():
+    with Worker([sys.executable, "-c", "input()"]) as worker, pytest.raises(WorkerFailed, match="said nothing"):
+        worker.hear(timeout=0.1)
+
+
+def test_an_environment_is_used_again_and_one_that_cannot_be_made_says_why(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    peer = _peers.Peer("some", ("some==1",), "some")
+    assert peer.folder.parent == tmp_path / "spmd_distill" / "peers"
+    assert _peers.Peer("some", ("some==2",), "some").folder != peer.folder
+    peer.folder.mkdir(parents=True)
+    (peer.folder / _peers.COMPLETE).touch()
+    monkeypatch.setattr(_peers.sys, "executable", str(tmp_path / "no-such-python"))
+    assert _peers.environment(peer) == peer.folder / "bin" / "python"  # nothing is run for it
+    (peer.folder / _peers.COMPLETE).unlink()
+    with pytest.raises(_peers.Unavailable, match=r"some could not be installed: .*no-such-python"):
+        _peers.environment(peer)
+    assert not peer.folder.exists()
+    assert "Installing some==1" in capsys.readouterr().err
+
+
+def test_every_second_row_of_the_workload_ends_in_padding():
+    work = Workload(vocab=100, batch=4, length=16)
+    for _, (tokens, mask) in zip(range(3), work.batches(), strict=False):
+        assert mask[::2].all()
+        assert all(8 <= row.sum() <= 12 for row in mask[1::2])
+        assert ((tokens > 0) == mask).all()
+    assert (next(work.batches(1))[0] == next(work.batches(1))[0]).all()
+    assert (next(work.batches(1))[0] != next(work.batches(2))[0]).any()
