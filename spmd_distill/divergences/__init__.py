@@ -14,6 +14,7 @@ from spmd_distill.divergences.base import integrand_and_slope as integrand_and_s
 from spmd_distill.divergences.base import scheduled as scheduled
 from spmd_distill.divergences.distances import SquaredHellinger, TotalVariation
 from spmd_distill.divergences.kl import ForwardKL, ReverseKL
+from spmd_distill.divergences.kl import relative_entropy as relative_entropy
 from spmd_distill.divergences.labels import CrossEntropy, ZLoss
 from spmd_distill.divergences.mixtures import GeneralizedJSD, SkewKL, SkewReverseKL
 from spmd_distill.divergences.rowwise import NormalizedLogitMSE, SortedLogitULD

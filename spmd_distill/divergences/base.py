@@ -20,7 +20,6 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from spmd_distill.errors import UserError
@@ -103,9 +102,13 @@ def check_range(divergence: AbstractDivergence, field: str, low: float, high: fl
         raise UserError(f"{type(divergence).__name__}: {field} is {value}; expected a number {wanted}.")
 
 
+@jax.custom_jvp
 def nonnegative(x: Float[Array, "*NV"]) -> Float[Array, "*NV"]:
     """Lift what rounding pushed below zero, without touching the gradient."""
-    return x + lax.stop_gradient(jnp.maximum(x, 0) - x)
+    return jnp.maximum(x, 0)
+
+
+nonnegative.defjvp(lambda primals, tangents: (jnp.maximum(primals[0], 0), tangents[0]))
 
 
 def integrand_and_slope(

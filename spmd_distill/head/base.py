@@ -98,10 +98,15 @@ def accumulator(*arrays: jax.Array) -> jnp.dtype:
 
 
 def logits_of(
-    model: Unembedded, hidden: Float[Array, "C D"], first_row: int | jax.Array
-) -> tuple[Float[Array, "C V"], Float[Array, "C V"] | Float[Array, ""]]:
-    """Logits of a block of the vocabulary that starts at ``first_row``, in `accumulator` precision.
+    model: Unembedded,
+    hidden: Float[Array, "C D"],
+    first_row: int | jax.Array,
+    rows: int | None = None,
+    dtype: str | None = None,
+) -> tuple[Float[Array, "C V"], Float[Array, "..."]]:
+    """Logits of a block of the vocabulary that starts at ``first_row`` of ``rows`` (stored in all).
 
+    They are computed in `accumulator` precision and, if asked for, rounded to ``dtype``.
     Also their derivative with respect to ``hidden @ unembed.T + bias``: 0 at rows that are no tokens.
     """
     transform, unembed = model.transform, model.unembed
@@ -114,9 +119,16 @@ def logits_of(
     if transform.softcap is not None:
         t = jnp.tanh(z / transform.softcap)
         z, slope = t * transform.softcap, slope * (1 - t * t)
-    real = first_row + jnp.arange(unembed.shape[0]) < transform.vocab_size
-    # A bias of -inf forbids a token: IMPOSSIBLE too, and without a gradient.
-    return jnp.where(real, jnp.maximum(z, IMPOSSIBLE), IMPOSSIBLE), jnp.where(real & (z > IMPOSSIBLE), slope, 0)
+    if model.bias is not None:  # -inf forbids a token
+        slope = jnp.where(z > IMPOSSIBLE, slope, 0)
+        z = jnp.maximum(z, IMPOSSIBLE)
+    if rows is None or rows > transform.vocab_size:
+        real = first_row + jnp.arange(unembed.shape[0]) < transform.vocab_size
+        z, slope = jnp.where(real, z, IMPOSSIBLE), jnp.where(real, slope, 0)
+    if dtype is not None:
+        kept = jnp.finfo(dtype)
+        z = lax.reduce_precision(z, kept.nexp, kept.nmant).astype(dtype)  # for all who look at them alike
+    return z, slope
 
 
 def agreement_of(terms: tuple[Term, ...]) -> tuple[str, ...]:

@@ -10,17 +10,19 @@ Three passes over the logits ``[C, V]``, and what shards tell each other between
 `TopK` and `Sampled` supports need another gather to agree on their tokens; row-wise divergences exchange the logits.
 """
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from spmd_distill.collectives import psum
-from spmd_distill.divergences import AbstractDivergence, AbstractLabelLoss, ForwardKL, ReverseKL
+from spmd_distill.divergences import AbstractDivergence, AbstractLabelLoss, relative_entropy
 from spmd_distill.head.base import Term, agreement_of
 from spmd_distill.head.parts import Chunk, Part
 from spmd_distill.head.support import Support, TopK
-from spmd_distill.head.vocabulary import statistics, sums_over
+from spmd_distill.head.vocabulary import View, statistics, sums_over
 from spmd_distill.types import Unembedded
 
 
@@ -34,6 +36,7 @@ class Program:
     vocab_axes: tuple[str, ...]
     batch_axes: tuple[str, ...]
     chunk: int
+    logits_dtype: str | None = None
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -50,54 +53,50 @@ class Program:
         """Axes over which both tokens and vocabulary are spread: their shards look at each other's tokens."""
         return tuple(a for a in self.vocab_axes if a in self.batch_axes)
 
-    def views(self, temperatures: jax.Array) -> tuple[list[jax.Array], list[int], int | None]:
-        """The temperatures logits are looked at through, which of them each term uses, and which is 1, if any."""
-        views: list[jax.Array] = []
+    def views(self, temperatures: jax.Array) -> tuple[list[View], list[int], int]:
+        """The temperatures to look at logits through, which of them each term uses, and which is 1."""
+        known: list[float | None] = []
+        found: list[float | jax.Array] = []
         of_term: list[int] = []
-        one: int | None = None
         for k, term in enumerate(self.terms):
-            if term.static_temperature == 1.0 or isinstance(term.divergence, AbstractLabelLoss):
-                if one is None:
-                    one = len(views)
-                    views.append(jnp.ones((), temperatures.dtype))
-                of_term.append(one)
-            else:
-                of_term.append(len(views))
-                views.append(temperatures[k])
-        if self.agreement and one is None:
-            one = len(views)
-            views.append(jnp.ones((), temperatures.dtype))
-        return views, of_term, one
+            static = 1.0 if isinstance(term.divergence, AbstractLabelLoss) else term.static_temperature
+            if static is None or static not in known:
+                known.append(static)
+                found.append(temperatures[k] if static is None else static)
+            of_term.append(len(known) - 1 if static is None else known.index(static))
+        if self.agreement and 1.0 not in known:
+            known.append(1.0)
+            found.append(1.0)
+        one = known.index(1.0) if 1.0 in known else -1
+        return [replace(v, cold=v.cold.astype(temperatures.dtype)) for v in View.all(found)], of_term, one
 
 
 def chunk_losses(
     program: Program,
     with_gradients: bool,
-    student: Unembedded,
-    teacher: Unembedded,
-    labels: jax.Array,
-    live: jax.Array,
+    models: Sequence[Unembedded],
+    tokens: tuple[jax.Array, ...],
     weights: jax.Array,
     temperatures: jax.Array,
     divergences: tuple[AbstractDivergence, ...],
-    uniforms: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sums ``[names]`` of C tokens on this shard, to be added over shards; and dz ``[C, V]`` for ``x @ w.T + b``.
 
-    ``student`` and ``teacher`` hold the hidden states ``[C, D]``. Tokens that are not ``live`` count for nothing.
+    ``models`` are student and teacher with the hidden states ``[C, D]``; ``tokens`` are their labels, which of them are
+    live (others count for nothing), and the random numbers of a sampled support, if any.
     """
+    labels, live, *rest = tokens
     views, view_of, one = program.views(temperatures)
     top_k = program.support.k if isinstance(program.support, TopK) else 0
-    s, t = statistics((student, teacher), labels, views, program.vocab_axes, top_k)
-    chunk = Chunk(s, t, labels, live, views, program.vocab_axes, program.support, uniforms)
+    s, t = statistics(models, labels, views, program.vocab_axes, top_k=top_k, logits_dtype=program.logits_dtype)
+    chunk = Chunk(s, t, labels, live, program.vocab_axes, program.support, rest[0] if rest else None)
 
     parts = [chunk.part(divergence, view) for divergence, view in zip(divergences, view_of, strict=True)]
     terms = len(parts)
     if program.agreement:
-        assert one is not None
         measured = _agreement(chunk, one)
         parts += [measured[name] for name in program.metrics]
-    summed = iter(sums_over([x for part in parts for x in part.entries]))
+    summed = iter(sums_over([x for part in parts for x in part.entries], one_operation=False))
     sums = [[next(summed) for _ in part.entries] for part in parts]
     values = jnp.stack([part.value(*found) for part, found in zip(parts, sums, strict=True)])
     if not with_gradients:
@@ -109,16 +108,18 @@ def chunk_losses(
     ]
     wanted = [x for x in shares if x is not None]
     whole = iter(psum(jnp.stack(wanted), program.vocab_axes) if wanted else ())
-    dz = jnp.zeros_like(s.z)
-    for k, (part, share) in enumerate(zip(parts[:terms], shares, strict=True)):
-        dz += weights[k] * part.gradient(None if share is None else next(whole))
+    factors = [weights[k] * views[view].cold for k, view in enumerate(view_of)]
+    by_term = [
+        part.gradient(None if share is None else next(whole)) for part, share in zip(parts, shares, strict=False)
+    ]
+    dz = functools.reduce(jnp.add, [f * gradient for f, gradient in zip(factors, by_term, strict=True)])
     return values, jnp.where(live[:, None], dz * s.slope, 0)
 
 
 def _agreement(chunk: Chunk, view: int) -> dict[str, Part]:
     """The metrics of `AGREEMENT`, from logits at temperature 1."""
     s, t = chunk.student, chunk.teacher
-    log_q, log_p = chunk.logp("student", view), chunk.logp("teacher", view)
+    log_q, log_p, q, p = s.logp(view), t.logp(view), s.prob(view), t.prob(view)
 
     def over_vocabulary(entry: jax.Array) -> Part:
         return Part((entry,), chunk.share, lambda _: entry)
@@ -128,15 +129,16 @@ def _agreement(chunk: Chunk, view: int) -> dict[str, Part]:
 
     measured = {
         "ce_student": per_token(s.lse[view] - s.at_label),
-        "entropy_student": over_vocabulary(-jnp.exp(log_q) * log_q),
-        "entropy_teacher": over_vocabulary(-jnp.exp(log_p) * log_p),
         "ce_teacher": per_token(t.lse[view] - t.at_label),
-        "top1": per_token((s.argmax == t.argmax).astype(log_q.dtype)),
+        "entropy_student": over_vocabulary(-q * log_q),
+        "entropy_teacher": over_vocabulary(-p * log_p),
     }
     if s.z.shape == t.z.shape:
         measured |= {
-            "kl": over_vocabulary(ForwardKL().integrand(log_p, log_q)),
-            "kl_reverse": over_vocabulary(ReverseKL().integrand(log_p, log_q)),
-            "acceptance": over_vocabulary(jnp.exp(jnp.minimum(log_p, log_q))),
+            "kl": over_vocabulary(relative_entropy(p, q, log_p - log_q)),
+            "kl_reverse": over_vocabulary(relative_entropy(q, p, log_q - log_p)),
+            # The same token first, without a pass that finds out which: is there one where both are at their maximum?
+            "top1": over_vocabulary(((s.z >= s.top[:, None]) & (t.z >= t.top[:, None])).astype(q.dtype)),
+            "acceptance": over_vocabulary(jnp.minimum(p, q)),
         }
     return measured

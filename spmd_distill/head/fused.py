@@ -43,6 +43,9 @@ LIVE_BUFFERS = 3
 TILE = 128
 """Tokens a chunk are a multiple of this where there are enough: the side of a TPU's matrix unit."""
 
+ROWS_AT_ONCE = 4096
+"""Rows of the unembedding whose gradient a CPU adds up at a time."""
+
 
 @dataclass(frozen=True)
 class FusedHead(AbstractHead):
@@ -56,6 +59,7 @@ class FusedHead(AbstractHead):
 
     chunk: int | None = None
     memory_budget: int | None = None
+    logits_dtype: str | None = None
     name: str = "fused"
 
     def chunk_size(self, tokens: int, vocab: int, width: int, itemsize: int = 4) -> int:
@@ -96,7 +100,7 @@ class FusedHead(AbstractHead):
         if any(isinstance(t.divergence, AbstractRowwise) for t in terms):
             shards = axis_size(vocab_axes) // gathered
             chunk = -(-chunk // shards) * shards  # each shard gets as many of the tokens
-        program = Program(terms, agreement, support, vocab_axes, batch_axes, chunk)
+        program = Program(terms, agreement, support, vocab_axes, batch_axes, chunk, self.logits_dtype)
         fused: Any = _fused
         loss, sums = fused(
             program,
@@ -162,35 +166,27 @@ def _walk(
         sums, gradients = carry
         rows = lax.dynamic_slice_in_dim(rows_of, i * chunk, chunk)
         live = i * chunk + jnp.arange(chunk) < valid
+        tokens = labels.at[rows].get(mode="clip"), live
+        if uniforms is not None:
+            tokens += (uniforms.at[rows].get(mode="clip").astype(acc),)
         x_s, x_t = (jnp.where(live[:, None], m.hidden.at[rows].get(mode="clip"), 0) for m in (student, teacher))
-        picked = [labels.at[rows].get(mode="clip"), live]
-        noise = None if uniforms is None else uniforms.at[rows].get(mode="clip").astype(acc)
-        x_s, x_t, picked, noise = _of_all(program, (x_s, x_t, picked, noise))
-        more, dz = chunk_losses(
-            program,
-            with_gradients,
-            student.replace(hidden=x_s),  # type: ignore[attr-defined]
-            teacher.replace(hidden=x_t),  # type: ignore[attr-defined]
-            picked[0],
-            picked[1],
-            weights,
-            temperatures,
-            divergences,
-            noise,
-        )
+        x_s, x_t, tokens = _of_all(program, (x_s, x_t, tokens))
+        models: Any = [m.replace(hidden=x) for m, x in ((student, x_s), (teacher, x_t))]  # type: ignore[attr-defined]
+        more, dz = chunk_losses(program, with_gradients, models, tokens, weights, temperatures, divergences)
         if dz is not None:
-            total = gradients
+            total, dz = gradients, dz.astype(x_s.dtype)
             gradients = total.replace(
-                hidden=_hidden_gradient(program, dz.astype(x_s.dtype), student.unembed, rows, total.hidden),
-                unembed=total.unembed
-                + lax.dot_general(dz.astype(x_s.dtype), x_s, (((0,), (0,)), ((), ())), preferred_element_type=acc),
-                bias=None if total.bias is None else total.bias + jnp.sum(dz, axis=0),
+                hidden=_hidden_gradient(program, dz, student.unembed, rows, total.hidden),
+                unembed=_add_product(total.unembed, dz, x_s),
+                bias=None if total.bias is None else total.bias + jnp.sum(dz, axis=0, dtype=acc),
             )
         return sums + more, gradients
 
     gradients: Any = None
     if with_gradients:
         gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, acc), student)
+        # Written once, and rounded to this type anyway before shards add it up.
+        gradients = gradients.replace(hidden=jnp.zeros_like(student.hidden))
     start = vary_like(
         to_varying((jnp.zeros(len(program.names), acc), gradients), "model"), student, teacher, mask, labels
     )
@@ -212,7 +208,31 @@ def _hidden_gradient(
     program: Program, dz: jax.Array, unembed: jax.Array, rows: jax.Array, total: jax.Array
 ) -> jax.Array:
     """Write the gradient of this chunk's hidden states where its tokens stand; every token is written once."""
-    dx = lax.dot(dz, unembed.astype(dz.dtype), preferred_element_type=total.dtype)
+    dx = lax.dot(dz, unembed.astype(dz.dtype), preferred_element_type=accumulator(dz))
     for axis in program.gathered:
         dx = psum_scatter(dx, axis)
-    return total.at[rows].set(dx, mode="drop", unique_indices=True)
+    return total.at[rows].set(dx.astype(total.dtype), mode="drop", unique_indices=True)
+
+
+def _add_product(total: jax.Array, dz: jax.Array, x: jax.Array) -> jax.Array:
+    """``total [V, D] + dz.T @ x``."""
+
+    def product(dz: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.dot_general(dz, x, (((0,), (0,)), ((), ())), preferred_element_type=total.dtype)
+
+    def at_once(total: jax.Array, dz: jax.Array, x: jax.Array) -> jax.Array:
+        return total + product(dz, x)
+
+    def by_rows(total: jax.Array, dz: jax.Array, x: jax.Array) -> jax.Array:
+        # A CPU makes the product before it adds it: a part of the rows at a time keeps it from taking as much again.
+        size = max(s for s in range(1, ROWS_AT_ONCE + 1) if total.shape[0] % s == 0)
+
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+            part = product(lax.dynamic_slice_in_dim(dz, i * size, size, 1), x)
+            return lax.dynamic_update_slice_in_dim(
+                total, lax.dynamic_slice_in_dim(total, i * size, size) + part, i * size, 0
+            )
+
+        return lax.fori_loop(0, total.shape[0] // size, add, total)
+
+    return lax.platform_dependent(total, dz, x, cpu=by_rows, default=at_once)

@@ -37,7 +37,7 @@ class Part:
     value: Callable[..., jax.Array]
     """From those sums [C]: this shard's share of the term, a scalar."""
     gradient: Callable[[Any], jax.Array]
-    """From the slope's sum over the WHOLE vocabulary (if ``slope_sum`` names one): d value / d z, [C, V]."""
+    """From the slope's sum over the WHOLE vocabulary (if ``slope_sum`` names one): d value / d (z / T), [C, V]."""
     slope_sum: int | jax.Array | None = None
     """Which of the sums must be completed over all shards, or this shard's share of it [C], for the gradient."""
 
@@ -50,15 +50,9 @@ class Chunk:
     teacher: Side
     labels: jax.Array
     live: jax.Array
-    temperatures: list[jax.Array]
     axes: tuple[str, ...]
     support: Support
     uniforms: jax.Array | None
-
-    @functools.cached_property
-    def logp(self) -> Callable[[str, int], jax.Array]:
-        """Log-probabilities [C, V] of ``"student"`` or ``"teacher"`` at a temperature."""
-        return functools.cache(lambda side, view: getattr(self, side).logp(view, self.temperatures))
 
     def share(self, x: jax.Array) -> jax.Array:
         """Sum over live tokens of what is this shard's own part, ``[C]``."""
@@ -76,7 +70,7 @@ class Chunk:
             return self._cross_entropy(divergence.label_smoothing, view)
         if isinstance(divergence, ZLoss):
             lse = self.student.lse[view]
-            gradient = lambda _: 2 * lse[:, None] * jnp.exp(self.logp("student", view))  # noqa: E731
+            gradient = lambda _: 2 * lse[:, None] * self.student.prob(view)  # noqa: E731
             return Part((), lambda: self.once(jnp.square(lse)), gradient)
         if not isinstance(divergence, AbstractSeparable):
             raise UserError(
@@ -87,41 +81,41 @@ class Chunk:
             return self._top(divergence, view)
         if isinstance(self.support, Sampled):
             return self._sampled(divergence, view, self.support)
-        value, g = integrand_and_slope(divergence, self.logp("teacher", view), self.logp("student", view))
+        value, g = integrand_and_slope(divergence, self.teacher.logp(view), self.student.logp(view))
         if divergence.slopes_cancel:
-            return Part((value,), self.share, lambda _: g / self.temperatures[view])
+            return Part((value,), self.share, lambda _: g)
         return Part((value, g), lambda total, _: self.share(total), self._from_slope(g, view), 1)
 
     def _from_slope(self, g: jax.Array, view: int) -> Callable[[Any], jax.Array]:
-        return lambda total: (g - jnp.exp(self.logp("student", view)) * total[:, None]) / self.temperatures[view]
+        return lambda total: g - self.student.prob(view) * total[:, None]
 
     def _cross_entropy(self, even: Any, view: int) -> Part:
         s = self.student
         columns = jnp.arange(s.z.shape[1]) + s.first
-        hard, log_q = s.lse[view] - s.at_label, self.logp("student", view)
+        hard = s.lse[view] - s.at_label
         one_hot = (columns[None] == self.labels[:, None]).astype(s.z.dtype)
         if isinstance(even, int | float) and not even:
-            return Part((), lambda: self.once(hard), lambda _: jnp.exp(log_q) - one_hot)
+            return Part((), lambda: self.once(hard), lambda _: s.prob(view) - one_hot)
         target = jnp.where(columns < s.vocab_size, 1 / s.vocab_size, 0).astype(s.z.dtype)
         return Part(
-            (-log_q * target,),
+            (-s.logp(view) * target,),
             lambda spread: (1 - even) * self.once(hard) + even * self.share(spread),
-            lambda _: jnp.exp(log_q) - (1 - even) * one_hot - even * target,
+            lambda _: s.prob(view) - (1 - even) * one_hot - even * target,
         )
 
     def _top(self, divergence: AbstractSeparable, view: int) -> Part:
         """Over k tokens and one bucket b of all others, among which the bucket's slope is divided as q is."""
-        s, t, temperature = self.student, self.teacher, self.temperatures[view]
+        s, t, cold = self.student, self.teacher, self.student.views[view].cold
 
         def bucketed(side: Side) -> jax.Array:
-            log = jnp.concatenate([side.inside / temperature, side.outside[view][:, None]], axis=1)
+            log = jnp.concatenate([side.inside * cold, side.outside[view][:, None]], axis=1)
             return jnp.maximum(log - side.lse[view][:, None], LOWEST)
 
         value, g = integrand_and_slope(divergence, bucketed(t), bucketed(s))
         total = jnp.sum(g, axis=1)
 
         def gradient(_: Any) -> jax.Array:
-            divided = jnp.exp(jnp.minimum(s.z / temperature - s.outside[view][:, None], 0))
+            divided = jnp.exp(jnp.minimum(s.z * cold - s.outside[view][:, None], 0))
             slope = put(g[:, -1:] * divided, local_columns(s.tokens, s.first, s.z.shape[1]), g[:, :-1])
             return self._from_slope(slope, view)(total)
 
@@ -131,7 +125,7 @@ class Chunk:
         """Over tokens drawn by inverting the cumulated proposal, one in each of n equal strata of it."""
         if self.uniforms is None:
             raise UserError("A Sampled support needs random numbers: pass uniforms [N, draws] to the head.")
-        log_p, log_q = self.logp("teacher", view), self.logp("student", view)
+        log_p, log_q = self.teacher.logp(view), self.student.logp(view)
         fraction, draws = support.teacher_fraction, support.draws
         proposal = fraction * jnp.exp(log_p) + (1 - fraction) * jnp.exp(log_q)
         ends = jnp.cumsum(gather_stacked(jnp.sum(proposal, axis=1), self.axes), axis=0)  # [shards, C]
@@ -155,10 +149,10 @@ class Chunk:
 
         The gradient goes the way back. A chunk is the most that is ever in flight.
         """
-        s, t, temperature = self.student, self.teacher, self.temperatures[view]
+        s, t, cold = self.student, self.teacher, self.student.views[view].cold
 
         def whole(side: Side) -> jax.Array:
-            z = side.z / temperature
+            z = side.z * cold
             for axis in reversed(self.axes):
                 z = all_to_all(z, axis, split=0, concat=1)
             return jnp.maximum(z[:, : side.vocab_size], LOWEST)
@@ -175,6 +169,6 @@ class Chunk:
             d_z = jnp.pad(d_z, ((0, 0), (0, s.z.shape[1] * axis_size(self.axes) - d_z.shape[1])))
             for axis in self.axes:
                 d_z = all_to_all(d_z, axis, split=1, concat=0)
-            return d_z / temperature
+            return d_z
 
         return Part((), lambda: jnp.sum(jnp.where(mine, value, 0)), gradient)

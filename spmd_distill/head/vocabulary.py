@@ -4,8 +4,9 @@ Reductions over the vocabulary are made in as few passes over the logits as the 
 at once (`sums_over`): the exponentials of a pass are computed where they are used and never written to memory.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,100 +15,168 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from spmd_distill.collectives import axis_size, gather_stacked, shard_index
-from spmd_distill.head.base import LOWEST, logits_of
+from spmd_distill.head.base import LOWEST, accumulator, logits_of
 from spmd_distill.types import Unembedded
 
 LANES = 128
-"""Partial sums that a row of logits is reduced through: float32 keeps its digits over long vocabularies."""
+"""Partial sums that a row of logits is added up in on a CPU."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A temperature T to look at logits through."""
+
+    cold: jax.Array
+    """1 / T."""
+    root: int
+    """The view that this one is a power of: exp(z / T) = exp(z / T of the root) ** power. Often its own number."""
+    power: int = 1
+
+    @staticmethod
+    def all(temperatures: Sequence[float | jax.Array]) -> list["View"]:
+        """Views of these temperatures, numbers where they are known when the program is compiled.
+
+        Exponentials are what a pass over logits costs most: T = 1 beside T = 2 takes them by squaring.
+        """
+        fixed = {i: t for i, t in enumerate(temperatures) if isinstance(t, int | float)}
+        hottest = max(fixed, key=lambda i: fixed[i], default=0)
+        views = []
+        for i, t in enumerate(temperatures):
+            power = fixed[hottest] / fixed[i] if i in fixed else 0
+            if power in (1, 2, 3, 4):
+                views.append(View(jnp.asarray(1 / t), hottest, int(power)))
+            else:
+                views.append(View(jnp.asarray(1 / t), i))
+        return views
 
 
 @dataclass(frozen=True)
 class Side:
     """One model's logits of C tokens on one shard of the vocabulary, and what all shards know of them."""
 
+    views: list[View]
     z: Float[Array, "C V"]
     slope: Any
     """d z / d (hidden @ unembed.T + bias), broadcastable to ``z``."""
     first: Int[Array, ""]
     """Global number of this shard's first row of the vocabulary."""
-    argmax: Float[Array, " C"]
+    vocab_size: int
+    top: Float[Array, " C"]
+    """The highest logit of the whole vocabulary."""
     at_label: Float[Array, " C"]
     lse: list[Float[Array, " C"]]
-    """Log-sum-exp of ``z / T`` for every temperature."""
-    vocab_size: int
+    """Log-sum-exp of ``z / T`` for every view."""
     tokens: Any = None
     """Global numbers of selected tokens, [C, k] (see `statistics`)."""
     inside: Any = None
     """Their logits, [C, k]."""
     outside: Any = None
-    """Log-sum-exp of all other tokens, for every temperature."""
+    """Log-sum-exp of all other tokens, for every view."""
 
-    def logp(self, view: int, temperatures: Sequence[jax.Array]) -> Float[Array, "C V"]:
-        """Log-probabilities at a temperature, not below `LOWEST`."""
-        return jnp.maximum(self.z / temperatures[view] - self.lse[view][:, None], LOWEST)
+    def logp(self, view: int) -> Float[Array, "C V"]:
+        """Log-probabilities, not below `LOWEST`."""
+        return jnp.maximum(self.z * self.views[view].cold - self.lse[view][:, None], LOWEST)
+
+    def prob(self, view: int) -> Float[Array, "C V"]:
+        """Probabilities."""
+        root, power = self.views[view].root, self.views[view].power
+        if root == view:
+            return jnp.exp(self.logp(view))
+        return jnp.exp(power * self.lse[root] - self.lse[view])[:, None] * jnp.exp(self.logp(root)) ** power
 
 
-def sums_over(entries: Sequence[Float[Array, "C V"]]) -> list[Float[Array, " C"]]:
-    """Sum each array over the vocabulary, all in one pass."""
+def sums_over(entries: Sequence[Float[Array, "C V"]], *, one_operation: bool = True) -> list[Float[Array, " C"]]:
+    """Sum each array over the vocabulary, all in one pass.
+
+    On an accelerator the sums may be left to the compiler as ``one_operation`` or many: as many, it can make something
+    elementwise of the same operands (dz) in the same pass.
+    """
     if not entries:
         return []
-    rows, width = entries[0].shape
-    lanes = LANES if width % LANES == 0 else 1
-    folded = tuple(x.reshape(rows, width // lanes, lanes) for x in entries)
-    zeros = tuple(jnp.zeros((), x.dtype) for x in entries)
-    partial = lax.reduce(folded, zeros, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (1,))
-    return [jnp.sum(x, axis=1) for x in partial]
+
+    def together(*entries: jax.Array) -> tuple[jax.Array, ...]:
+        zeros = tuple(jnp.zeros((), x.dtype) for x in entries)
+        return lax.reduce(entries, zeros, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (1,))
+
+    def apart(*entries: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.sum(x, axis=1) for x in entries)
+
+    def in_lanes(*entries: jax.Array) -> tuple[jax.Array, ...]:
+        # A CPU adds one after the other, which costs float32 digits over a long vocabulary: add in LANES partial sums.
+        rows, width = entries[0].shape
+        lanes = math.gcd(width, LANES)
+        return apart(*together(*(x.reshape(rows, width // lanes, lanes) for x in entries)))
+
+    return list(lax.platform_dependent(*entries, cpu=in_lanes, default=together if one_operation else apart))
 
 
 def statistics(
     models: Sequence[Unembedded],
     labels: Int[Array, " C"],
-    temperatures: Sequence[jax.Array],
+    views: list[View],
     axes: tuple[str, ...],
+    *,
     top_k: int = 0,
+    logits_dtype: str | None = None,
 ) -> list[Side]:
     """Logits of student and teacher (``hidden [C, D]``) and their statistics, in ONE all-gather of a few rows.
 
-    With ``top_k``, the teacher's likeliest tokens are selected first, which takes another.
+    With ``top_k``, the teacher's likeliest tokens are selected first, which takes another. ``logits_dtype`` is what the
+    logits are held in, if not in the type of the accumulator.
     """
     shard = shard_index(axes)
     firsts = [shard * m.unembed.shape[0] for m in models]
-    logits = [logits_of(m, m.hidden, first) for m, first in zip(models, firsts, strict=True)]
+    whole = [m.unembed.shape[0] * axis_size(axes) for m in models]
+    logits = [
+        logits_of(m, m.hidden, first, rows, logits_dtype) for m, first, rows in zip(models, firsts, whole, strict=True)
+    ]
     tokens = likeliest(top_k, axes, logits[1][0], firsts[1]) if top_k else None
-    local = [_local(z, first, labels, temperatures, tokens) for (z, _), first in zip(logits, firsts, strict=True)]
+    local = _local([z for z, _ in logits], firsts, labels, views, tokens)
     leaves, tree = jax.tree.flatten(local)
     stacked = gather_stacked(jnp.concatenate(leaves), axes)  # [shards, rows, C]
     edges = [sum(leaf.shape[0] for leaf in leaves[:i]) for i in range(1, len(leaves))]
     stats = jax.tree.unflatten(tree, jnp.split(stacked, edges, axis=1))
     return [
-        _combined(stat, *z, first, m.transform.vocab_size, temperatures, tokens)
+        _combined(stat, *z, first, m.transform.vocab_size, views, tokens)
         for stat, z, first, m in zip(stats, logits, firsts, models, strict=True)
     ]
 
 
 def _local(
-    z: jax.Array, first: jax.Array, labels: jax.Array, temperatures: Sequence[jax.Array], tokens: jax.Array | None
-) -> dict[str, jax.Array]:
-    """Rows ``[.., C]`` of what this shard knows."""
-    top = jnp.max(z, axis=1)
+    logits: list[jax.Array], firsts: list[jax.Array], labels: jax.Array, views: list[View], tokens: jax.Array | None
+) -> list[dict[str, jax.Array]]:
+    """Rows ``[.., C]`` of what this shard knows of each model; all exponentials in one pass over both."""
+    tops = [jnp.max(z, axis=1).astype(views[0].cold.dtype) for z in logits]
 
-    def at(columns: jax.Array) -> jax.Array:
-        here = (columns >= first) & (columns < first + z.shape[1])
-        found = jnp.take_along_axis(z, jnp.clip(columns - first, 0, z.shape[1] - 1), axis=1)
-        return jnp.where(here, found, 0).T
+    def at(z: jax.Array, columns: jax.Array) -> jax.Array:
+        here = columns < z.shape[1]
+        found = jnp.take_along_axis(z, jnp.minimum(columns, z.shape[1] - 1), axis=1)
+        return jnp.where(here, found, 0).T.astype(views[0].cold.dtype)
 
-    def exponentials(z: jax.Array) -> jax.Array:
-        return jnp.stack(sums_over([jnp.exp((z - top[:, None]) / t) for t in temperatures]))
+    def exponentials(z: jax.Array, top: jax.Array) -> list[jax.Array]:
+        roots = {v.root: jnp.exp((z - top[:, None]) * views[v.root].cold) for v in views}
+        return [roots[v.root] ** v.power for v in views]
 
-    found = {
-        "top": top[None],
-        "argmax": (jnp.argmax(z, axis=1) + first).astype(z.dtype)[None],  # exact: no vocabulary has 2^24 tokens
-        "label": at(labels[:, None]),
-        "exp": exponentials(z),
-    }
+    def in_one_pass(entries: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        if any(z.shape != logits[0].shape for z in logits):
+            return [sums_over(of_model) for of_model in entries]
+        found = sums_over([x for of_model in entries for x in of_model])
+        return [found[: len(entries[0])], found[len(entries[0]) :]]
+
+    entries = []
+    for z, top, first in zip(logits, tops, firsts, strict=True):
+        at_label = jnp.where(first + jnp.arange(z.shape[1]) == labels[:, None], z.astype(top.dtype), 0)
+        entries.append([at_label, *exponentials(z, top)])
+    found = [
+        {"top": top[None], "label": label[None], "exp": jnp.stack(exps)}
+        for top, (label, *exps) in zip(tops, in_one_pass(entries), strict=True)
+    ]
     if tokens is not None:
-        others = put(z, local_columns(tokens, first, z.shape[1]), jnp.asarray(-jnp.inf, z.dtype))
-        found |= {"inside": at(tokens), "outside": exponentials(others)}
+        chosen = [local_columns(tokens, first, z.shape[1]) for z, first in zip(logits, firsts, strict=True)]
+        others = [put(z, c, jnp.asarray(-jnp.inf, z.dtype)) for z, c in zip(logits, chosen, strict=True)]
+        rest = in_one_pass([exponentials(z, top) for z, top in zip(others, tops, strict=True)])
+        for side, z, c, exps in zip(found, logits, chosen, rest, strict=True):
+            side |= {"inside": at(z, c), "outside": jnp.stack(exps)}
     return found
 
 
@@ -117,32 +186,33 @@ def _combined(
     slope: jax.Array,
     first: jax.Array,
     vocab_size: int,
-    temperatures: Sequence[jax.Array],
+    views: list[View],
     tokens: jax.Array | None,
 ) -> Side:
     """The whole vocabulary's statistics from those of all shards, ``[shards, rows, C]`` each."""
     tops = stat["top"][:, 0]
-    top, winner = jnp.max(tops, axis=0), jnp.argmax(tops, axis=0)
-    argmax = jnp.take_along_axis(stat["argmax"][:, 0], winner[None], axis=0)[0]
+    top = jnp.max(tops, axis=0)
 
     def log_sum_exp(sums: jax.Array) -> list[jax.Array]:
-        total = [jnp.sum(sums[:, k] * jnp.exp((tops - top) / t), axis=0) for k, t in enumerate(temperatures)]
-        tiny = jnp.finfo(z.dtype).tiny  # nothing left outside: far below LOWEST, and finite
+        total = [jnp.sum(sums[:, k] * jnp.exp((tops - top) * v.cold), axis=0) for k, v in enumerate(views)]
+        tiny = jnp.finfo(top.dtype).tiny  # nothing left outside: far below LOWEST, and finite
         logs = [jnp.where(x > 0, jnp.log(jnp.maximum(x, tiny)), 2 * LOWEST) for x in total]
-        return [top / t + log for t, log in zip(temperatures, logs, strict=True)]
+        return [top * v.cold + log for v, log in zip(views, logs, strict=True)]
 
-    side = Side(z, slope, first, argmax, jnp.sum(stat["label"][:, 0], axis=0), log_sum_exp(stat["exp"]), vocab_size)
+    at_label, lse = jnp.sum(stat["label"][:, 0], axis=0), log_sum_exp(stat["exp"])
+    side = Side(views, z, slope, first, vocab_size, top, at_label, lse)
     if tokens is None:
         return side
-    selected = (tokens, jnp.sum(stat["inside"], axis=0).T, log_sum_exp(stat["outside"]))
-    return Side(z, slope, first, argmax, side.at_label, side.lse, vocab_size, *selected)
+    inside, outside = jnp.sum(stat["inside"], axis=0).T, log_sum_exp(stat["outside"])
+    return replace(side, tokens=tokens, inside=inside, outside=outside)
 
 
 def likeliest(k: int, axes: tuple[str, ...], z: Float[Array, "C V"], first: jax.Array) -> Int[Array, "C k"]:
     """Global numbers of each token's k highest logits, over all shards of the vocabulary."""
     k = min(k, z.shape[1] * axis_size(axes))
     values, columns = lax.top_k(z, min(k, z.shape[1]))
-    numbers = (columns + first).astype(z.dtype)
+    values = values.astype(accumulator(z))
+    numbers = (columns + first).astype(values.dtype)  # exact: no vocabulary has 2^24 tokens
     stacked = gather_stacked(jnp.stack([values.T, numbers.T]), axes)  # [shards, 2, k, C]
     values, numbers = (stacked[:, i].reshape(-1, z.shape[0]).T for i in range(2))
     _, best = lax.top_k(values, k)
