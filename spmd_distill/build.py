@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from spmd_distill.compose import build_objective, describe, describe_vocabulary, moving_numbers, shared_vocabulary
 from spmd_distill.config import OptimizerConfig, RunConfig
 from spmd_distill.data import Rows
-from spmd_distill.divergences import DIVERGENCES
 from spmd_distill.errors import UserError
 from spmd_distill.head import AbstractHead, FusedHead, ReferenceHead
 from spmd_distill.loading import Checkpoint, Say, documents, open_checkpoint, tokenise
 from spmd_distill.mappers import AbstractMapper, make_mapper
 from spmd_distill.models import Model, decoder
-from spmd_distill.objective import Objective
 from spmd_distill.step import Distillation
 from spmd_distill.teachers import OnlineTeacher
 
@@ -36,6 +35,24 @@ class Setup:
     schedule: optax.Schedule
     """Learning rate by optimizer step."""
 
+    def scheduled(self, step: int) -> dict[str, float]:
+        """The learning rate, and whatever else moves, as used in the optimizer step after ``step`` of them."""
+        return {"learning_rate": float(np.asarray(self.schedule(step))), **moving_numbers(self.run.objective, step)}
+
+    def introduction(self, tokens: int) -> str:
+        """What is about to run, as it was really put together, for people."""
+        run, objective = self.run, self.run.objective
+        teacher, student, layout = run.teacher.model, run.student, run.mapper.layout
+        grid = " x ".join(f"{axis} {n}" for axis, n in layout.sizes.items())
+        sizes = self.checkpoint.tokenizer.vocab_size, teacher.config.tokens, student.config.tokens
+        return (
+            f"teacher: {teacher.config.layers} layers, {teacher.parameter_count / 1e6:.0f}M parameters; student: its "
+            f"layers {', '.join(map(str, self.layers))}, {student.parameter_count / 1e6:.0f}M parameters\n"
+            f"mesh {layout.name} ({grid}) on {len(run.mapper.devices)} {run.mapper.devices[0].platform} device(s), "
+            f"mapper {run.mapper.name}, head {run.head.name}; {tokens:,} tokens to train on\n"
+            f"objective: {describe(objective)}\n{describe_vocabulary(objective, *sizes)}"
+        )
+
 
 def set_up(config: RunConfig, say: Say = lambda message: None) -> Setup:
     """Open the teacher and put the run together. Raises `UserError` for everything that does not fit."""
@@ -49,10 +66,12 @@ def set_up(config: RunConfig, say: Say = lambda message: None) -> Setup:
     student = build_student(config, checkpoint.model, len(layers))
     for model in (checkpoint.model, student):
         model.specs(mapper.layout)  # says now what does not fit
+    sizes = checkpoint.tokenizer.vocab_size, checkpoint.model.config.tokens, student.config.tokens
+    vocabulary = shared_vocabulary(config.objective.vocab_size, *sizes)
     run = Distillation(
         student,
         OnlineTeacher(checkpoint.model),
-        build_objective(config),
+        build_objective(config.objective, vocabulary, say),
         mapper,
         build_head(config),
         jnp.dtype(types.compute),
@@ -65,7 +84,7 @@ def load_text(setup: Setup) -> tuple[Rows, Rows]:
     """Training rows and held-out rows, tokenised and checked against the vocabulary."""
     config, tokenizer = setup.config, setup.checkpoint.tokenizer
     training, aside = documents(config.data.train, config.data.heldout)
-    vocab = setup.run.student.config.vocab_size
+    vocab = setup.run.objective.vocab_size or setup.run.student.config.tokens
     length, limit = config.data.length, config.data.max_train_tokens
     train = tokenise(training, tokenizer, length, vocab, limit, "training")
     return train, tokenise(aside, tokenizer, length, vocab, 2 * config.eval.rows * length, "held-out")
@@ -119,16 +138,6 @@ def build_student(config: RunConfig, teacher: Model, layers: int) -> Model:
             param_dtype=config.precision.student,
         )
     )
-
-
-def build_objective(config: RunConfig) -> Objective:
-    """The mix of divergence and cross-entropy that the run file asks for."""
-    wanted = config.objective
-    if wanted.divergence not in DIVERGENCES:
-        raise UserError(
-            f"objective.divergence is {wanted.divergence!r}; expected one of {', '.join(sorted(DIVERGENCES))}."
-        )
-    return Objective.mix(DIVERGENCES[wanted.divergence](), wanted.alpha, wanted.temperature)
 
 
 def build_head(config: RunConfig) -> AbstractHead:

@@ -57,11 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(act=_train)
 
     verify = commands.add_parser("verify", help="prove that no layout and no mapper changes the result")
+    verify.add_argument("run_file", nargs="?", metavar="RUN.yaml", help="prove the models and settings of a run file")
     verify.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     verify.add_argument("--layouts", metavar="NAME", nargs="+", default=None, help="default: all that fit 8 devices")
     verify.add_argument("--mappers", metavar="NAME", nargs="+", default=list(MAPPER_NAMES))
     verify.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
-    verify.add_argument("--config", metavar="RUN.yaml", help="prove the models and settings of a run file")
+    verify.add_argument("--config", metavar="RUN.yaml", help="the same as RUN.yaml")
     verify.set_defaults(act=_verify)
     return parser
 
@@ -127,5 +128,8 @@ def _verify(options: argparse.Namespace, _: list[str]) -> int:
     prepare_jax(max([devices_of(name) for name in wanted], default=8), fast_compile=True)
     from spmd_distill.proof import run_verify
 
-    config = None if options.config is None else parse_config(path=options.config)
+    if options.run_file is not None and options.config is not None:
+        raise UserError("verify takes one run file, as an argument or with --config; found both.")
+    path = options.run_file or options.config
+    config = None if path is None else parse_config(path=path)
     return 0 if run_verify(wanted, options.mappers, options.dtype, config, as_json=options.json)["ok"] else 1

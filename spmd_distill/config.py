@@ -15,6 +15,7 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 
 from spmd_distill.errors import UserError
+from spmd_distill.objective_config import ObjectiveConfig, check_objective
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,6 @@ class StudentConfig:
     remat: Literal["none", "full", "dots"] = "dots"
     """What a layer's forward pass keeps for its backward pass: everything, its input, or the results of its matmuls.
     Under FSDP, ``none`` keeps every layer's gathered parameters too."""
-
-
-@dataclass(frozen=True)
-class ObjectiveConfig:
-    """``alpha T^2 divergence(teacher, student; T) + (1 - alpha) cross-entropy(labels)``."""
-
-    divergence: str = "forward_kl"
-    alpha: float = 0.9
-    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -158,10 +150,10 @@ class RunConfig:
                 value = getattr(value, part)
             if value < 1:
                 raise UserError(f"Run file: {name} is {value}; it must be at least 1.")
-        if not 0 <= self.objective.alpha <= 1:
-            raise UserError(f"Run file: objective.alpha is {self.objective.alpha}; expected 0 <= alpha <= 1.")
-        if self.objective.temperature <= 0:
-            raise UserError(f"Run file: objective.temperature is {self.objective.temperature}; it must be above 0.")
+        try:
+            check_objective(self.objective)
+        except UserError as error:
+            raise UserError(f"Run file: {error}") from None
         for name in ("chunk", "memory_budget_mib"):
             value = getattr(self.head, name)
             if value is not None and value < 1:

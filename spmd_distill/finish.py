@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd_distill.build import Setup
+from spmd_distill.compose import describe_terms
 from spmd_distill.generate import continue_greedily
 from spmd_distill.interop import save_huggingface
 from spmd_distill.metrics import perplexity
 from spmd_distill.models import export_params
 from spmd_distill.runfolder import RunFolder
 from spmd_distill.types import Params
+
+COMPARED = ("kl", "kl_reverse", "top1", "acceptance")
+"""Agreement with the teacher, in the summary before and after; null where an objective compares no probabilities."""
 
 
 def samples(setup: Setup, teacher: Params, student: Params) -> list[dict[str, str]]:
@@ -21,7 +25,9 @@ def samples(setup: Setup, teacher: Params, student: Params) -> list[dict[str, st
     found = [{"prompt": p} for p in wanted.prompts]
     if prompts:
         for who, model, params in (("teacher", run.teacher.model, teacher), ("student", run.student, student)):
-            done = continue_greedily(model, params, run.mapper, prompts, wanted.new_tokens, run.compute_dtype)
+            vocab_size = min(run.objective.vocab_size or tokenizer.vocab_size, tokenizer.vocab_size)
+            how = (prompts, wanted.new_tokens, run.compute_dtype, vocab_size)
+            done = continue_greedily(model, params, run.mapper, *how)
             for sample, prompt, ids in zip(found, prompts, done, strict=True):
                 sample[who] = tokenizer.decode(ids[len(prompt) :])
     return found
@@ -48,14 +54,16 @@ def summarise(
         "mesh": setup.run.mapper.layout.name,
         "mapper": setup.run.mapper.name,
         "head": setup.config.head.kind,
-        "objective": [type(t.divergence).__name__ for t in setup.run.objective.terms],
+        "objective": describe_terms(setup.run.objective),
+        "support": str(setup.run.objective.support),
+        "vocab_size": setup.run.objective.vocab_size,
         "student_layers": list(setup.layers),
         "teacher_parameters": setup.run.teacher.model.parameter_count,
         "student_parameters": setup.run.student.parameter_count,
-        "teacher_ppl": perplexity(after["ce_teacher"]),
+        "teacher_ppl": perplexity(after["ce_teacher"]) if "ce_teacher" in after else None,
         "student_ppl_before": perplexity(before["ce_student"]),
         "student_ppl_after": perplexity(after["ce_student"]),
-        **{f"{key}_{when}": m[key] for key in ("kl", "top1", "acceptance") for when, m in _when(before, after)},
+        **{f"{key}_{when}": m.get(key) for key in COMPARED for when, m in _when(before, after)},
         "steps": steps,
         "tokens": tokens,
         "seconds": seconds,

@@ -1,6 +1,7 @@
 """Greedy continuation of prompts, on the mesh a run trains on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,11 +22,13 @@ def continue_greedily(
     prompts: Sequence[np.ndarray],
     new_tokens: int,
     compute_dtype: Any = jnp.float32,
+    vocab_size: int | None = None,
 ) -> list[np.ndarray]:
     """Append the ``new_tokens`` most likely tokens to each prompt; int32 ids of prompt and continuation.
 
     Every new token runs the whole row through the model again: meant for a few short samples, not for serving.
-    Vocabulary-parallel: each shard offers its best token, the best of them wins.
+    Vocabulary-parallel: each shard offers its best token, the best of them wins. With ``vocab_size``, only the first
+    so many tokens are candidates: those that the tokenizer has, say.
     """
     layout = mapper.layout
     shard = Shard(layout, jnp.dtype(compute_dtype))
@@ -45,6 +48,8 @@ def continue_greedily(
         def append(k: jax.Array, tokens: jax.Array) -> jax.Array:
             batch = Batch(tokens, tokens, tokens > 0, positions, jnp.ones_like(tokens))
             out = model.apply(params, batch, shard)
+            if vocab_size is not None and vocab_size < out.transform.vocab_size:
+                out = replace(out, transform=replace(out.transform, vocab_size=vocab_size))
             last = out.hidden.reshape(n, length, -1)[jnp.arange(n), lengths + k - 1]
             for axis in shared:
                 last = all_gather(last, axis)

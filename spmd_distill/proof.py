@@ -85,10 +85,10 @@ class _Case:
     def __init__(self, dtype: str, config: RunConfig | None, rows: int):
         self.dtype = dtype
         held = dtype if dtype != "bfloat16" else "float32"
-        self.student, self.teacher = _models(config, held)
-        self.objective = build_objective(config or replace(RunConfig(), objective=_mix()))
+        self.student, self.teacher, self.objective = _parts(config, held)
         self.head = build_head(config or replace(RunConfig(), head=replace(RunConfig().head, chunk=5)))
-        self.batches = _batches(self.student.config.vocab_size, rows)
+        tokens = min(self.student.config.tokens, self.teacher.config.tokens)
+        self.batches = _batches(self.objective.vocab_size or tokens, rows)
         # A large eps: with a small one Adam turns rounding noise of tiny gradients into whole steps, on any layout.
         self.tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=1e-4))
         init = lambda model, seed: jax.device_get(jax.jit(model.init)(jax.random.key(seed)))  # noqa: E731
@@ -117,19 +117,17 @@ class _Case:
         return seen
 
 
-def _mix() -> Any:
-    return replace(RunConfig().objective, alpha=0.9, temperature=2.0)
-
-
-def _models(config: RunConfig | None, held: str) -> tuple[Model, Model]:
+def _parts(config: RunConfig | None, held: str) -> tuple[Model, Model, Any]:
+    """Student, teacher and objective: small ones, or those of a run file with two layers each."""
     if config is None:
         sizes = {"vocab_size": 97, "layers": 2, "head_dim": 8, "param_dtype": held, "init_std": 0.3}
         student = DecoderConfig(width=24, heads=6, kv_heads=3, mlp=16, dropout=0.1, **sizes)
-        return decoder(student), decoder(DecoderConfig(width=32, heads=9, kv_heads=3, mlp=24, tied=False, **sizes))
+        teacher = DecoderConfig(width=32, heads=9, kv_heads=3, mlp=24, tied=False, **sizes)
+        return decoder(student), decoder(teacher), build_objective(replace(RunConfig().objective, temperature=2.0))
     setup = set_up(replace(config, mesh="single", mapper="vmap"))
     cut = {"layers": 2, "param_dtype": held}
     student, teacher = setup.run.student.config, setup.run.teacher.model.config
-    return decoder(replace(student, **cut)), decoder(replace(teacher, **cut))
+    return decoder(replace(student, **cut)), decoder(replace(teacher, **cut)), setup.run.objective
 
 
 def _batches(vocab_size: int, rows: int) -> list[Batch]:

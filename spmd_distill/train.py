@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
@@ -16,7 +15,7 @@ from spmd_distill.data import Loader, Rows, eval_batches
 from spmd_distill.errors import UserError
 from spmd_distill.finish import export_student, samples, summarise
 from spmd_distill.guards import StopSignal
-from spmd_distill.metrics import MetricWriter, plot_curves, results_table
+from spmd_distill.metrics import MetricWriter, perplexity, plot_curves, results_table
 from spmd_distill.progress import TrainProgress
 from spmd_distill.runfolder import RunFolder, environment
 from spmd_distill.state import abstract_state, create_state, select_layers
@@ -47,7 +46,7 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
             if not resume:
                 folder.discard_if_empty()
             raise
-        progress.note(_introduction(setup, train.valid_tokens))
+        progress.note(setup.introduction(train.valid_tokens))
         if not resume:
             folder.write_config(to_dict(config))
             folder.write_json("environment.json", environment())
@@ -136,14 +135,13 @@ class Loop:
                 values = _values(metrics)
                 tokens = int(jax.device_get(metrics["loss"].count))
                 meta["tokens"] += tokens
-                rate = float(np.asarray(self.setup.schedule(step - 1)))
-                values |= {"learning_rate": rate, "tokens": meta["tokens"]}
+                values |= {**self.setup.scheduled(step - 1), "tokens": meta["tokens"]}
                 if step > first + 1:  # the first one compiles
                     timed, tokens_timed = timed + seconds, tokens_timed + tokens
                     values["tokens_per_second"] = tokens / seconds
                 writer.write(step, values, "train")
                 self._stop_if_not_finite(step, values)
-                self.progress.update(step, values["loss"], values["kl"], values.get("tokens_per_second"))
+                self.progress.update(step, values["loss"], values.get("kl"), values.get("tokens_per_second"))
                 last = step == config.steps
                 if last or step % config.eval.every == 0:
                     with self.progress.stage(f"evaluating at step {step}"):
@@ -204,21 +202,10 @@ class Loop:
             )
 
 
-def _introduction(setup: Setup, tokens: int) -> str:
-    run = setup.run
-    teacher, student, layout = run.teacher.model, run.student, run.mapper.layout
-    grid = " x ".join(f"{axis} {n}" for axis, n in layout.sizes.items())
-    return (
-        f"teacher: {teacher.config.layers} layers, {teacher.parameter_count / 1e6:.0f}M parameters; student: its "
-        f"layers {', '.join(map(str, setup.layers))}, {student.parameter_count / 1e6:.0f}M parameters\n"
-        f"mesh {layout.name} ({grid}) on {len(run.mapper.devices)} {run.mapper.devices[0].platform} device(s), mapper "
-        f"{run.mapper.name}, head {run.head.name}, objective "
-        f"{' + '.join(t.divergence.name for t in run.objective.terms)}; {tokens:,} tokens to train on"
-    )
-
-
 def _values(metrics: Metrics) -> dict[str, float]:
-    return {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
+    values = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
+    named = {name: values[f"ce_{name}"] for name in ("student", "teacher") if f"ce_{name}" in values}
+    return values | {f"perplexity_{name}": perplexity(value) for name, value in named.items()}
 
 
 def _show(

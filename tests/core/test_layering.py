@@ -18,7 +18,8 @@ LAYERS = (
     ("interop", "teachers", "objective", "data", "assets"),
     ("step",),
     ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generate", "loading"),  # around the step
-    ("config",),
+    ("objective_config",),
+    ("config", "compose"),
     ("build",),
     ("finish",),
     ("train", "plan", "proof"),

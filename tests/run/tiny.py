@@ -36,11 +36,11 @@ def tiny_tokenizer() -> TextTokenizer:
     return TextTokenizer(tokenizer, {"bos": "<s>", "eos": "</s>", "pad": "</s>"})
 
 
-def tiny_teacher(folder: Path) -> Path:
-    """Write a random model as a Hugging Face folder."""
+def tiny_teacher(folder: Path, rows: int = 258) -> Path:
+    """Write a random model as a Hugging Face folder, its embedding with ``rows`` for the tokenizer's 258 tokens."""
     random = np.random.default_rng(0)
     d, f, h, k, c = 48, 40, 6, 3, 8
-    weights = {"model.embed_tokens.weight": random.normal(size=(258, d)) * 0.5, "model.norm.weight": np.ones(d)}
+    weights = {"model.embed_tokens.weight": random.normal(size=(rows, d)) * 0.5, "model.norm.weight": np.ones(d)}
     for layer in range(SIZES["num_hidden_layers"]):
         name = f"model.layers.{layer}."
         shapes = {
@@ -50,13 +50,14 @@ def tiny_teacher(folder: Path) -> Path:
         weights |= {f"{name}{n}.weight": random.normal(size=s) * 0.3 for n, s in shapes.items()}
         weights |= {f"{name}{n}.weight": np.ones(d) for n in ("input_layernorm", "post_attention_layernorm")}
     arrays = {n: w.astype(np.float32) for n, w in weights.items()}
-    return save_huggingface(folder, SIZES, arrays, tiny_tokenizer())
+    return save_huggingface(folder, SIZES | {"vocab_size": rows}, arrays, tiny_tokenizer())
 
 
 def tiny_run(folder: Path, *flags: str) -> RunConfig:
     """A run file's settings: 2 of 4 layers, rows of 16 tokens, 6 steps, a checkpoint every 2."""
     if not (folder / "teacher").exists():
         tiny_teacher(folder / "teacher")
+    if not (folder / "text").exists():
         (folder / "text").mkdir()
         for i in range(12):
             words = np.random.default_rng(i).choice(["to", "be", "or", "not", "that", "is", "question"], 60)
