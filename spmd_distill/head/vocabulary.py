@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from spmd_distill.collectives import axis_size, gather_stacked, shard_index
-from spmd_distill.head.base import LOWEST, accumulator, logits_of
+from spmd_distill.head.base import IMPOSSIBLE, LOWEST, accumulator, logits_of
 from spmd_distill.types import Unembedded
 
 LANES = 128
@@ -174,9 +174,11 @@ def _local(
     if tokens is not None:
         chosen = [local_columns(tokens, first, z.shape[1]) for z, first in zip(logits, firsts, strict=True)]
         others = [put(z, c, jnp.asarray(-jnp.inf, z.dtype)) for z, c in zip(logits, chosen, strict=True)]
+        # Relative to their own maximum: relative to that of all tokens they vanish where a teacher is sure.
+        tops = [jnp.maximum(jnp.max(z, axis=1).astype(tops[0].dtype), IMPOSSIBLE) for z in others]
         rest = in_one_pass([exponentials(z, top) for z, top in zip(others, tops, strict=True)])
-        for side, z, c, exps in zip(found, logits, chosen, rest, strict=True):
-            side |= {"inside": at(z, c), "outside": jnp.stack(exps)}
+        for side, z, c, top, exps in zip(found, logits, chosen, tops, rest, strict=True):
+            side |= {"inside": at(z, c), "outside top": top[None], "outside": jnp.stack(exps)}
     return found
 
 
@@ -190,21 +192,18 @@ def _combined(
     tokens: jax.Array | None,
 ) -> Side:
     """The whole vocabulary's statistics from those of all shards, ``[shards, rows, C]`` each."""
-    tops = stat["top"][:, 0]
-    top = jnp.max(tops, axis=0)
 
-    def log_sum_exp(sums: jax.Array) -> list[jax.Array]:
+    def log_sum_exp(tops: jax.Array, sums: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        top = jnp.max(tops, axis=0)  # its own exponential is 1: the logarithm is of 1 or more
         total = [jnp.sum(sums[:, k] * jnp.exp((tops - top) * v.cold), axis=0) for k, v in enumerate(views)]
-        tiny = jnp.finfo(top.dtype).tiny  # nothing left outside: far below LOWEST, and finite
-        logs = [jnp.where(x > 0, jnp.log(jnp.maximum(x, tiny)), 2 * LOWEST) for x in total]
-        return [top * v.cold + log for v, log in zip(views, logs, strict=True)]
+        return top, [top * v.cold + jnp.log(x) for v, x in zip(views, total, strict=True)]
 
-    at_label, lse = jnp.sum(stat["label"][:, 0], axis=0), log_sum_exp(stat["exp"])
-    side = Side(views, z, slope, first, vocab_size, top, at_label, lse)
+    top, lse = log_sum_exp(stat["top"][:, 0], stat["exp"])
+    side = Side(views, z, slope, first, vocab_size, top, jnp.sum(stat["label"][:, 0], axis=0), lse)
     if tokens is None:
         return side
-    inside, outside = jnp.sum(stat["inside"], axis=0).T, log_sum_exp(stat["outside"])
-    return replace(side, tokens=tokens, inside=inside, outside=outside)
+    _, outside = log_sum_exp(stat["outside top"][:, 0], stat["outside"])
+    return replace(side, tokens=tokens, inside=jnp.sum(stat["inside"], axis=0).T, outside=outside)
 
 
 def likeliest(k: int, axes: tuple[str, ...], z: Float[Array, "C V"], first: jax.Array) -> Int[Array, "C k"]:
