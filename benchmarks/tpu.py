@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", help="of --step: fsdp2_tp4 and fsdp4_tp2; of --head: dp2_tp4")
     parser.add_argument("--chunk", type=int, help="tokens a chunk of our head")
     parser.add_argument("--budget", type=float, help="memory of our head's chunks, in MiB")
+    parser.add_argument("--logits-dtype", choices=["float32", "bfloat16"], help="of our head's chunks")
     parser.add_argument("--tokens", type=int, default=16384, help="of --head")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64], help="rows of --step")
     parser.add_argument("--length", type=int, default=2048, help="tokens a row of --step")
@@ -86,7 +87,7 @@ def head(options: argparse.Namespace, chips: list[Any]) -> Iterator[Row]:
     for layout in options.layouts or ["dp2_tp4"]:
         heads = Heads(HeadProblem(options.tokens), mapper(layout, chips), our_head(options))
         with said(f"the head on {layout}"):
-            yield from list(_tpu_head.rows(heads, {"mesh": layout}))
+            yield from list(_tpu_head.rows(heads, setting_of(layout, options)))
 
 
 def step(options: argparse.Namespace, chips: list[Any]) -> Iterator[Row]:
@@ -98,7 +99,9 @@ def step(options: argparse.Namespace, chips: list[Any]) -> Iterator[Row]:
             for remat in options.remats:
                 problem = StepProblem(batch, options.length, remat, options.micro_batches)
                 with said(f"the step on {layout}, batch {batch}, remat {remat}"):
-                    yield from list(_tpu_step.rows(problem, mapper(layout, chips), our_head(options), {"mesh": layout}))
+                    yield from list(
+                        _tpu_step.rows(problem, mapper(layout, chips), our_head(options), setting_of(layout, options))
+                    )
 
 
 def mapper(layout: str, chips: list[Any]) -> Any:
@@ -110,8 +113,12 @@ def mapper(layout: str, chips: list[Any]) -> Any:
 def our_head(options: argparse.Namespace) -> Any:
     from spmd_distill.head import FusedHead
 
-    sizes = {"chunk": options.chunk} if options.chunk else {}
-    return FusedHead(**sizes | ({"memory_budget": int(options.budget * 2**20)} if options.budget else {}))
+    budget = int(options.budget * 2**20) if options.budget else None
+    return FusedHead(options.chunk, budget, logits_dtype=options.logits_dtype)
+
+
+def setting_of(layout: str, options: argparse.Namespace) -> dict[str, Any]:
+    return {"mesh": layout} | ({"logits": options.logits_dtype} if options.logits_dtype else {})
 
 
 @contextlib.contextmanager
