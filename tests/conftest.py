@@ -1,6 +1,9 @@
 """What every test stands on: eight CPU devices, shapes checked at run time, and the demo's teacher."""
 
 import os
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import jaxtyping
@@ -14,6 +17,9 @@ _XLA_FLAGS = (
     # hundreds of small programs: compiling them is most of the time, and unoptimised code computes the same numbers
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",  # cut into modules for 32 threads, a program costs more on two cores
+    # the old emitters compile in a third of the time; a later jaxlib has no others and aborts on the flag
+    *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else ()),
 )
 _given = os.environ.get("XLA_FLAGS", "")
 _added = [flag for flag in _XLA_FLAGS if flag.split("=")[0] not in _given]
@@ -26,6 +32,21 @@ _PACKAGE = Path(__file__).parents[1] / "spmd_distill"
 _CHECKED = [path.stem for path in _PACKAGE.iterdir() if path.stem not in ("types", "__init__", "__pycache__")]
 _CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"  # an int is a float, as for pyright
 jaxtyping.install_import_hook([f"spmd_distill.{name}" for name in _CHECKED], _CHECKER)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_once() -> Iterator[None]:
+    """Programs that several tests build anew are compiled once a process, and forgotten with it.
+
+    Not shared between processes: JAX writes an entry in place, so another one could read half of it.
+    """
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        yield
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="session")
