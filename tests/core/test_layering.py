@@ -17,7 +17,7 @@ LAYERS = (
     ("head", "features", "models"),
     ("interop", "teachers", "objective", "data", "assets"),
     ("step",),
-    ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generate", "loading"),  # around the step
+    ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generate", "loading", "testing"),
     ("objective_config",),
     ("config", "compose"),
     ("build",),
