@@ -1,8 +1,10 @@
 """A tiny teacher on disk, a little text, and a run file over both: a whole run in seconds."""
 
+import json
 from pathlib import Path
 
 import numpy as np
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from spmd_distill.config import RunConfig, parse_config
@@ -72,3 +74,9 @@ def tiny_run(folder: Path, *flags: str) -> RunConfig:
             *flags,
         ]
     )  # fmt: skip
+
+
+def as_flags(objective: str) -> list[str]:
+    """Flags for what stands under ``objective:`` in a run file."""
+    settings = yaml.safe_load(objective)
+    return [x for k, v in settings.items() for x in (f"--objective.{k}", v if isinstance(v, str) else json.dumps(v))]
