@@ -128,8 +128,8 @@ def _agreement(chunk: Chunk, view: int) -> dict[str, Part]:
         return Part((), lambda: chunk.once(x), lambda _: log_q)
 
     measured = {
-        "ce_student": per_token(s.lse[view] - s.at_label),
-        "ce_teacher": per_token(t.lse[view] - t.at_label),
+        "ce_student": per_token(s.surprise(view)),
+        "ce_teacher": per_token(t.surprise(view)),
         "entropy_student": over_vocabulary(-q * log_q),
         "entropy_teacher": over_vocabulary(-p * log_p),
     }

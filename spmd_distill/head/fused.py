@@ -37,8 +37,9 @@ from spmd_distill.head.chunk import Program, chunk_losses
 from spmd_distill.head.support import FULL, Support
 from spmd_distill.types import Unembedded
 
-LIVE_BUFFERS = 3
-"""Arrays of [chunk, V] that a chunk keeps alive at once: the logits of both models and dz."""
+LIVE_BUFFERS = 6
+"""Arrays of [chunk, V] that a chunk keeps alive at once, for turning a memory budget into a chunk: the logits of both
+models, dz, and on a CPU three exponentials and log-probabilities that later passes use again."""
 
 TILE = 128
 """Tokens a chunk are a multiple of this where there are enough: the side of a TPU's matrix unit."""
@@ -52,9 +53,9 @@ class FusedHead(AbstractHead):
     """See the module's docstring.
 
     ``chunk`` is in tokens whose logits a device looks at at once. Without it, ``memory_budget`` (bytes a device) says
-    what a chunk's logits may take. Without either, a chunk is half as long as the student is wide: its logits then take
-    1.5 times what the accumulated gradient of the unembedding takes anyway, and reading and writing that accumulator
-    once a chunk costs a fixed, small part of the chunk's matmuls, whatever the vocabulary.
+    what a chunk's logits may take. Without either, a chunk is half as long as the student is wide: the logits of one
+    model then take half of what the accumulated gradient of the unembedding takes anyway, and reading and writing that
+    accumulator once a chunk costs a fixed, small part of the chunk's matmuls, whatever the vocabulary.
     """
 
     chunk: int | None = None
@@ -131,6 +132,7 @@ def _fused_fwd(program: Program, *arrays: Any):
 def _fused_bwd(program: Program, saved: Any, cotangents: Any):
     gradients, like = saved
     student = jax.tree.map(lambda g, z: (cotangents[0].astype(g.dtype) * g).astype(z.dtype), gradients, like)
+    student = lax.optimization_barrier(student)  # rounded now: the wide accumulator need not outlive the head
     return student, *(None,) * 7
 
 

@@ -69,7 +69,7 @@ class Chunk:
         if isinstance(divergence, CrossEntropy):
             return self._cross_entropy(divergence.label_smoothing, view)
         if isinstance(divergence, ZLoss):
-            lse = self.student.lse[view]
+            lse = self.student.lse(view)
             gradient = lambda _: 2 * lse[:, None] * self.student.prob(view)  # noqa: E731
             return Part((), lambda: self.once(jnp.square(lse)), gradient)
         if not isinstance(divergence, AbstractSeparable):
@@ -92,7 +92,7 @@ class Chunk:
     def _cross_entropy(self, even: Any, view: int) -> Part:
         s = self.student
         columns = jnp.arange(s.z.shape[1]) + s.first
-        hard = s.lse[view] - s.at_label
+        hard = s.surprise(view)
         one_hot = (columns[None] == self.labels[:, None]).astype(s.z.dtype)
         if isinstance(even, int | float) and not even:
             return Part((), lambda: self.once(hard), lambda _: s.prob(view) - one_hot)
@@ -108,14 +108,15 @@ class Chunk:
         s, t, cold = self.student, self.teacher, self.student.views[view].cold
 
         def bucketed(side: Side) -> jax.Array:
-            log = jnp.concatenate([side.inside * cold, side.outside[view][:, None]], axis=1)
-            return jnp.maximum(log - side.lse[view][:, None], LOWEST)
+            inside = (side.inside - side.top[:, None]) * cold
+            log = jnp.concatenate([inside, side.outside[view][:, None]], axis=1)
+            return jnp.maximum(log - side.log_sum[view][:, None], LOWEST)
 
         value, g = integrand_and_slope(divergence, bucketed(t), bucketed(s))
         total = jnp.sum(g, axis=1)
 
         def gradient(_: Any) -> jax.Array:
-            divided = jnp.exp(jnp.minimum(s.z * cold - s.outside[view][:, None], 0))
+            divided = jnp.exp(jnp.minimum(s.scaled(view) - s.outside[view][:, None], 0))
             slope = put(g[:, -1:] * divided, local_columns(s.tokens, s.first, s.z.shape[1]), g[:, :-1])
             return self._from_slope(slope, view)(total)
 

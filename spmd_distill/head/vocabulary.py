@@ -64,25 +64,38 @@ class Side:
     top: Float[Array, " C"]
     """The highest logit of the whole vocabulary."""
     at_label: Float[Array, " C"]
-    lse: list[Float[Array, " C"]]
-    """Log-sum-exp of ``z / T`` for every view."""
+    log_sum: list[Float[Array, " C"]]
+    """``logsumexp((z - top) / T)`` for every view: relative to the top, because float32 has few digits below it."""
     tokens: Any = None
     """Global numbers of selected tokens, [C, k] (see `statistics`)."""
     inside: Any = None
     """Their logits, [C, k]."""
     outside: Any = None
-    """Log-sum-exp of all other tokens, for every view."""
+    """``logsumexp((z - top) / T)`` of all other tokens, for every view."""
+
+    def scaled(self, view: int) -> Float[Array, "C V"]:
+        """``(z - top) / T``."""
+        return (self.z - self.top[:, None]) * self.views[view].cold
+
+    def lse(self, view: int) -> Float[Array, " C"]:
+        """``logsumexp(z / T)``."""
+        return self.top * self.views[view].cold + self.log_sum[view]
+
+    def surprise(self, view: int) -> Float[Array, " C"]:
+        """Minus the log-probability of the label."""
+        return (self.top - self.at_label) * self.views[view].cold + self.log_sum[view]
 
     def logp(self, view: int) -> Float[Array, "C V"]:
         """Log-probabilities, not below `LOWEST`."""
-        return jnp.maximum(self.z * self.views[view].cold - self.lse[view][:, None], LOWEST)
+        return jnp.maximum(self.scaled(view) - self.log_sum[view][:, None], LOWEST)
 
     def prob(self, view: int) -> Float[Array, "C V"]:
         """Probabilities."""
         root, power = self.views[view].root, self.views[view].power
         if root == view:
             return jnp.exp(self.logp(view))
-        return jnp.exp(power * self.lse[root] - self.lse[view])[:, None] * jnp.exp(self.logp(root)) ** power
+        factor = jnp.exp(power * self.log_sum[root] - self.log_sum[view])
+        return factor[:, None] * jnp.exp(self.logp(root)) ** power
 
 
 def sums_over(entries: Sequence[Float[Array, "C V"]], *, one_operation: bool = True) -> list[Float[Array, " C"]]:
@@ -193,16 +206,17 @@ def _combined(
 ) -> Side:
     """The whole vocabulary's statistics from those of all shards, ``[shards, rows, C]`` each."""
 
-    def log_sum_exp(tops: jax.Array, sums: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    def log_sums(tops: jax.Array, sums: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         top = jnp.max(tops, axis=0)  # its own exponential is 1: the logarithm is of 1 or more
         total = [jnp.sum(sums[:, k] * jnp.exp((tops - top) * v.cold), axis=0) for k, v in enumerate(views)]
-        return top, [top * v.cold + jnp.log(x) for v, x in zip(views, total, strict=True)]
+        return top, [jnp.log(x) for x in total]
 
-    top, lse = log_sum_exp(stat["top"][:, 0], stat["exp"])
-    side = Side(views, z, slope, first, vocab_size, top, jnp.sum(stat["label"][:, 0], axis=0), lse)
+    top, log_sum = log_sums(stat["top"][:, 0], stat["exp"])
+    side = Side(views, z, slope, first, vocab_size, top, jnp.sum(stat["label"][:, 0], axis=0), log_sum)
     if tokens is None:
         return side
-    _, outside = log_sum_exp(stat["outside top"][:, 0], stat["outside"])
+    next_top, rest = log_sums(stat["outside top"][:, 0], stat["outside"])
+    outside = [(next_top - top) * v.cold + x for v, x in zip(views, rest, strict=True)]
     return replace(side, tokens=tokens, inside=jnp.sum(stat["inside"], axis=0).T, outside=outside)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from spmd_distill.collectives import (
@@ -20,6 +21,9 @@ from spmd_distill.collectives import (
 )
 from spmd_distill.sharding import MeshLayout, Specs, sharded_axes, spec_axes
 from spmd_distill.types import Batch, Params, Unembedded
+
+SUMMED = "summed"
+"""The name of what leaves a tensor-parallel block, for remat policies: to compute it again is to send it again."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Shard:
 
     def leave(self, x: Float[Array, "B L D"]) -> Float[Array, "B Llocal D"]:
         """Out of a tensor-parallel block: partial results are summed over ``model``."""
-        return scatter_to(x, "model", 1) if self.layout.sequence_sharded else reduce_from(x, "model")
+        summed: Any = scatter_to(x, "model", 1) if self.layout.sequence_sharded else reduce_from(x, "model")
+        return checkpoint_name(summed, SUMMED)
 
     def shared(self, parameter: jax.Array) -> jax.Array:
         """A parameter that every shard of ``model`` holds whole and applies to its own tokens between blocks."""

@@ -9,19 +9,26 @@ from flax import nnx
 
 from spmd_distill.collectives import collect_from, vary_like
 from spmd_distill.errors import UserError
-from spmd_distill.models.base import Model, Shard, Use, declare, dropout_factors, token_keys
-from spmd_distill.models.layers import Attention, RMSNorm, SwiGLU, attention_mask, embed_tokens, rotation_of
+from spmd_distill.models.attention import ATTENDED
+from spmd_distill.models.base import SUMMED, Model, Shard, Use, declare, dropout_factors, token_keys
+from spmd_distill.models.layers import Attention, RMSNorm, SwiGLU, embed_tokens, rotation_of
 from spmd_distill.types import Batch, LogitTransform, Unembedded
 
 VOCAB_MULTIPLE = 128
 """Rows of the embedding are padded to a multiple of this: cut evenly by any mesh, and the same in every checkpoint."""
 
+_SENT = jax.checkpoint_policies.save_only_these_names(SUMMED, ATTENDED)
 REMAT_POLICIES: dict[str, Any] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "sums": _SENT,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        _SENT, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
 }
-"""What a layer's forward pass keeps for its backward pass, by the name run files use; "none" keeps everything."""
+"""What a layer's forward pass keeps for its backward pass, by the name run files use: everything; only its input; its
+input, what attention returned and the sums over shards, so that nothing but parameters is sent again; these and the
+results of its matmuls."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class DecoderConfig:
     max_length: int = 2048
     dropout: float = 0.0
     remat: str = "none"
+    attention_block: int = 512
+    """Queries whose scores are alive at a time; a setting of memory and speed, not of the model."""
     param_dtype: str = "float32"
     init_std: float = 0.02
     family: str = "llama"
@@ -50,7 +59,7 @@ class DecoderConfig:
 
     def __post_init__(self):
         """Check the sizes."""
-        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp"):
+        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp", "attention_block"):
             if getattr(self, name) < 1:
                 raise UserError(f"Decoder: {name} is {getattr(self, name)}; it must be at least 1.")
         if self.vocab_rows is not None and self.vocab_rows < 1:
@@ -87,9 +96,9 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config, rngs, stack)
         self.mlp = SwiGLU(config, rngs, stack)
 
-    def __call__(self, h, rotation, mask, factors, shard: Shard):
+    def __call__(self, h, rotation, segments, factors, shard: Shard):
         """One layer: ``h [B, Llocal, D]`` in and out; ``factors`` multiply the two residual branches (dropout)."""
-        x = shard.leave(self.attention(shard.enter(self.attention_norm(h, shard)), rotation, mask, shard))
+        x = shard.leave(self.attention(shard.enter(self.attention_norm(h, shard)), rotation, segments, shard))
         h = h + (x if factors is None else x * factors[0])
         x = shard.leave(self.mlp(shard.enter(self.mlp_norm(h, shard))))
         return h + (x if factors is None else x * factors[1])
@@ -114,7 +123,6 @@ class Decoder(nnx.Module):
         table = self._table(self.embed, shard, uses["embed"])
         unembed = table if config.tied else self._table(self.unembed, shard, uses["unembed"])
         rotation = rotation_of(batch.positions, config.head_dim, config.rope_theta, shard.dtype)
-        mask = attention_mask(batch.segments)
         h = embed_tokens(table, batch.tokens, shard)
         keys = None
         if dropout_key is not None and config.dropout > 0:
@@ -128,7 +136,7 @@ class Decoder(nnx.Module):
             factors = None
             if keys is not None:
                 factors = dropout_factors(keys, number, 2, config.dropout, config.width, shard.dtype)
-            return block(h, rotation, mask, factors, shard), None
+            return block(h, rotation, batch.segments, factors, shard), None
 
         if (policy := REMAT_POLICIES[config.remat]) is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)

@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from einops import einsum, rearrange
+from einops import einsum
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from spmd_distill.collectives import all_gather, scatter_to, shard_index
+from spmd_distill.models.attention import attend
 from spmd_distill.models.base import Shard, declare
 from spmd_distill.models.heads import head_plan, own_heads
 
@@ -48,7 +49,7 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "B L D"],
         rotation: tuple[Float[Array, "B L 1 half"], Float[Array, "B L 1 half"]],
-        mask: Bool[Array, "B 1 L L"],
+        segments: Int[Array, "B L"],
         shard: Shard,
     ) -> Float[Array, "B L D"]:
         """This shard's heads; the result is a partial sum over ``model``."""
@@ -57,26 +58,8 @@ class Attention(nnx.Module):
         q = einsum(x, own_heads(self.q[...], plan.queries, c.heads, 1), "b l d, d h c -> b l h c")
         k = einsum(x, own_heads(self.k[...], plan.key_values, c.kv_heads, 1), "b l d, d h c -> b l h c")
         v = einsum(x, own_heads(self.v[...], plan.key_values, c.kv_heads, 1), "b l d, d h c -> b l h c")
-        out = attend(rotate(q, rotation), rotate(k, rotation), v, mask)
+        out = attend(rotate(q, rotation), rotate(k, rotation), v, segments, c.attention_block)
         return einsum(out, own_heads(self.o[...], plan.queries, c.heads, 0), "b l h c, h c d -> b l d")
-
-
-def attend(
-    q: Float[Array, "B L H C"],
-    k: Float[Array, "B L K C"],
-    v: Float[Array, "B L K C"],
-    mask: Bool[Array, "B 1 L L"],
-) -> Float[Array, "B L H C"]:
-    """Scaled dot-product attention with H / K query heads a key/value head; scores and softmax in float32 or wider.
-
-    Not `jax.nn.dot_product_attention`: that one takes its softmax in float32 whatever the input, which would hide
-    sharding mistakes below 1e-7 from the float64 proofs.
-    """
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    grouped = rearrange(q, "b l (k g) c -> b l k g c", k=k.shape[2])
-    scores = jnp.einsum("blkgc,bmkc->bkglm", grouped, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, -1e30), axis=-1).astype(q.dtype)
-    return rearrange(jnp.einsum("bkglm,bmkc->blkgc", weights, v), "b l k g c -> b l (k g) c")
 
 
 class SwiGLU(nnx.Module):
@@ -109,13 +92,6 @@ def rotate(x: Float[Array, "B L H C"], rotation: tuple[jax.Array, jax.Array]) ->
     cos, sin = rotation
     a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def attention_mask(segments: Int[Array, "B L"]) -> Bool[Array, "B 1 L L"]:
-    """Causal inside a segment, nothing across segments; padding sees only padding."""
-    length = segments.shape[1]
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    return (causal & (segments[:, :, None] == segments[:, None, :]))[:, None]
 
 
 def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B L"], shard: Shard) -> Float[Array, "B Llocal D"]:
