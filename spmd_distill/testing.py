@@ -75,7 +75,7 @@ class _Check:
 
     def logits(self, scale: float) -> tuple[np.ndarray, np.ndarray]:
         z = self.random.normal(size=(2, self.tokens, self.vocab))
-        return tuple(scale * z / np.abs(z).max())
+        return scale * z[0] / np.abs(z).max(), scale * z[1] / np.abs(z).max()
 
     def cases(self) -> Iterator[tuple[str, bool, np.ndarray, np.ndarray]]:
         """(description, whether extreme, teacher's and student's logits), divided by a temperature."""
@@ -167,7 +167,10 @@ class _Check:
     def heads(self) -> None:
         whole = TopK(self.vocab)
         wanted = self.by_head(ReferenceHead(), "single", FULL)
-        ways = [("single", FULL, "FusedHead on one device"), ("dp2_tp4", FULL, "FusedHead over 2 x 4")]
+        ways: list[tuple[str, Support, str]] = [
+            ("single", FULL, "FusedHead on one device"),
+            ("dp2_tp4", FULL, "FusedHead over 2 x 4"),
+        ]
         if isinstance(self.divergence, AbstractSeparable):
             ways.append(("single", whole, "FusedHead on the vocabulary's V likeliest tokens"))
         for layout, support, where in ways:
@@ -188,7 +191,7 @@ class _Check:
             def loss(hs: Any, ws: Any) -> jax.Array:
                 student, teacher = Unembedded(hs, ws, transform), Unembedded(ht, wt, transform)
                 numbers = jnp.ones(1, hs.dtype), jnp.full(1, 1.7, hs.dtype)
-                axes = {"vocab_axes": layout.vocab_axes, "batch_axes": layout.batch_axes}
+                axes: Any = {"vocab_axes": layout.vocab_axes, "batch_axes": layout.batch_axes}
                 return head(
                     student, teacher, labels, mask, terms, *numbers, agreement=False, support=support, **axes
                 ).loss
