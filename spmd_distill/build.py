@@ -144,7 +144,8 @@ def build_head(config: RunConfig) -> AbstractHead:
     """The head that the run file asks for."""
     head = config.head
     budget = None if head.memory_budget_mib is None else head.memory_budget_mib * 2**20
-    return ReferenceHead() if head.kind == "reference" else FusedHead(head.chunk, budget)
+    held = None if head.logits_dtype == "float32" else head.logits_dtype
+    return ReferenceHead() if head.kind == "reference" else FusedHead(head.chunk, budget, held)
 
 
 def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -35,9 +35,10 @@ class StudentConfig:
     depth: int = 11
     """Number of layers where ``layers`` is null."""
     dropout: float = 0.0
-    remat: Literal["none", "full", "dots"] = "dots"
-    """What a layer's forward pass keeps for its backward pass: everything, its input, or the results of its matmuls.
-    Under FSDP, ``none`` keeps every layer's gathered parameters too."""
+    remat: Literal["none", "full", "sums", "dots"] = "dots"
+    """What a layer's forward pass keeps for its backward pass: everything; its input alone (``full``); with it what
+    attention returned and what came from other shards, so that no activation is sent twice (``sums``); with these the
+    results of its matmuls. Under FSDP, ``none`` keeps every layer's gathered parameters too."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class HeadConfig:
     """Tokens a chunk; null chooses from the budget."""
     memory_budget_mib: int | None = None
     """What one chunk's logits may take on a device; null balances them with the gradient of the unembedding."""
+    logits_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What a chunk's logits are held in (float32 is float64 where the computation is). bfloat16 halves their memory and
+    rounds them to 8 bits."""
 
 
 @dataclass(frozen=True)

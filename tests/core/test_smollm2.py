@@ -51,13 +51,13 @@ def test_logits_are_those_of_transformers(layout_name, checkpoint, stored):
         here, local = (columns >= first) & (columns < first + rows), jnp.clip(columns - first, 0, rows - 1)
 
         def statistics(hidden):
-            z, _ = logits_of(out.transform, hidden, out.unembed, first)
+            z, _ = logits_of(out, hidden, first)
             top, best = jnp.max(z, -1), jnp.argmax(z, -1) + first
             total = jnp.sum(jnp.exp(z - top[:, None]), -1)
             return jnp.stack([top, best.astype(z.dtype), total, *jnp.where(here, z[:, local], 0).T], -1)
 
         parts = jax.lax.map(statistics, out.hidden.reshape(-1, CHUNK, config.width))
-        whole, _ = logits_of(out.transform, out.hidden[full], out.unembed, first)
+        whole, _ = logits_of(out, out.hidden[full], first)
         return parts.reshape(1, length, 1, -1), whole[None]
 
     specs = (model.specs(layout), layout.spec(("batch",)))

@@ -25,7 +25,7 @@ def our_logits(folder, tokens: np.ndarray, mesh: str) -> np.ndarray:
 
     def body(params, batch):
         out = model.apply(params, batch, Shard(layout, jnp.dtype("float32")))
-        return logits_of(out.transform, out.hidden, out.unembed, jax.lax.axis_index("model") * out.unembed.shape[0])[0]
+        return logits_of(out, out.hidden, jax.lax.axis_index("model") * out.unembed.shape[0])[0]
 
     rows = layout.spec(("batch", None))
     run = mapper.map(body, (model.specs(layout), Batch(*(rows,) * 5)), layout.spec(("batch", "vocab")))
