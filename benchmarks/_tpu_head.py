@@ -69,15 +69,16 @@ class Heads:
 
         def body(h_s: Any, w_s: Any, h_t: Any, w_t: Any, batch: Batch) -> Any:
             count = psum(jnp.sum(batch.mask, dtype=jnp.int32), layout.batch_axes)
-            w_s = to_varying(w_s, missing)
+            # As float32 parameters are used: matmuls take them rounded, their gradient comes in float32, which is what
+            # the head adds it up in. (The naive one returns bfloat16.)
+            w_s = to_varying(w_s.astype(jnp.float32), missing)
 
             def loss(h_s: Any, w_s: Any) -> Any:
                 models = (Unembedded(h, w, LogitTransform(self.problem.vocab)) for h, w in ((h_s, w_s), (h_t, w_t)))
                 return objective(self.head, *models, batch, jnp.int32(0), count, agreement=True, **axes)
 
             (d_hidden, d_unembed), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(h_s, w_s)
-            d_unembed = psum(d_unembed.astype(jnp.float32), missing).astype(w_s.dtype)
-            return d_hidden, d_unembed, psum(sums, layout.batch_axes)
+            return d_hidden, psum(d_unembed, missing), psum(sums, layout.batch_axes)
 
         hidden, unembed = self._specs
         specs = (hidden, unembed, hidden, unembed, Batch(*(hidden,) * 5))

@@ -32,7 +32,7 @@ TEACHER = DecoderConfig(width=4096, layers=32, head_dim=128, mlp=14336, tied=Fal
 STUDENT = DecoderConfig(width=2048, layers=16, head_dim=64, mlp=8192, tied=True, **SHARED)
 
 TEMPORARIES_BAR, WIRE_BAR = 2.2, 13.0
-"""GiB a device, at `BAR_BATCH` rows of `BAR_LENGTH`: temporaries with remat full, and bytes on the wire of a step."""
+"""GiB a device, at `BAR_BATCH` rows of `BAR_LENGTH`: temporaries with remat, and bytes on the wire of a step."""
 BAR_BATCH, BAR_LENGTH = 8, 2048
 
 
@@ -42,7 +42,7 @@ class StepProblem:
 
     batch: int = BAR_BATCH
     length: int = BAR_LENGTH
-    remat: str = "full"
+    remat: str = "sums"
     micro_batches: int = 1
 
     @property
@@ -95,7 +95,7 @@ def rows(problem: StepProblem, mapper: AbstractMapper, head: FusedHead, setting:
     small = (problem.batch, problem.length) == (BAR_BATCH, BAR_LENGTH)
     yield Row.at_most(NAME, OURS, setting, in_use, found.total, "GiB", HBM)
     for metric, value, bar in (
-        ("temporaries", found.temp, TEMPORARIES_BAR if small and problem.remat == "full" else None),
+        ("temporaries", found.temp, TEMPORARIES_BAR if small and problem.remat in ("sums", "full") else None),
         ("arguments", found.argument, None),
         ("peak of the plan, arguments included", found.peak, None),
         ("outputs not in place", found.output - found.alias, None),

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of --head")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64], help="rows of --step")
     parser.add_argument("--length", type=int, default=2048, help="tokens a row of --step")
-    parser.add_argument("--remats", nargs="+", default=["full"], help="of --step")
+    parser.add_argument("--remats", nargs="+", help="of --step: sums up to 8 rows, full beyond")
     parser.add_argument("--micro-batches", type=int, default=1, help="of --step")
     parser.add_argument("--buffers", type=float, metavar="MIB", help="list buffers of that size at the peak")
     parser.add_argument("--json", metavar="PATH", help="also as JSON; - is stdout")
@@ -96,7 +96,7 @@ def step(options: argparse.Namespace, chips: list[Any]) -> Iterator[Row]:
 
     for layout in options.layouts or ["fsdp2_tp4", "fsdp4_tp2"]:
         for batch in options.batches:
-            for remat in options.remats:
+            for remat in options.remats or ["sums" if batch <= 8 else "full"]:
                 problem = StepProblem(batch, options.length, remat, options.micro_batches)
                 with said(f"the step on {layout}, batch {batch}, remat {remat}"):
                     yield from list(
