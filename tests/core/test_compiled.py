@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmd_distill.divergences import ForwardKL
+from spmd_distill.divergences import AbstractDivergence, ForwardKL, ReverseKL
 from spmd_distill.head import FusedHead
 from spmd_distill.head.fused import LIVE_BUFFERS
 from spmd_distill.mappers import make_mapper
@@ -41,6 +41,7 @@ class Step:
     teacher: DecoderConfig = TEACHER
     micro_batches: int = 1
     rows: int = ROWS
+    divergence: AbstractDivergence = ForwardKL()  # noqa: RUF009 (frozen)
 
     @property
     def arguments(self) -> tuple[Any, Any, Batch]:
@@ -64,7 +65,7 @@ class Step:
     def _parts(self) -> tuple[Distillation, optax.GradientTransformation]:
         teacher = OnlineTeacher(decoder(self.teacher))
         mapper, head = make_mapper("shard_map", self.layout), FusedHead(chunk=CHUNK)
-        objective = Objective.mix(ForwardKL(), 0.7, 2.0)
+        objective = Objective.mix(self.divergence, 0.7, 2.0)
         return Distillation(decoder(self.student), teacher, objective, mapper, head), optax.adamw(1e-3)
 
     @functools.cached_property
@@ -103,6 +104,8 @@ def logits_among(found: set[tuple[int, ...]], vocab: set[int]) -> list[tuple[int
 
 
 LAYOUTS = ["dp2_tp4", "fsdp2_tp4"]
+SHARDS = {"dp2_tp4": 4, "fsdp2_tp4": 8}
+"""Into how many pieces the vocabulary is cut: over model, or over model and data."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -121,8 +124,9 @@ def test_the_state_is_updated_in_place_and_the_teacher_neither_copied_nor_return
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_logits_of_more_than_a_chunk_are_ever_alive(layout):
     found = shapes(step(layout=layout).compiled.as_text())
-    assert not logits_among(found, {VOCAB, VOCAB - 5, VOCAB // 4})
-    assert (CHUNK, VOCAB // 4) in found  # the chunk itself is seen
+    rows = VOCAB // SHARDS[layout]
+    assert not logits_among(found, {VOCAB, VOCAB - 5, VOCAB // 4, rows})
+    assert (CHUNK, rows) in found  # the chunk itself is seen
     assert not any(VOCAB in shape for shape in found)  # and no vocabulary is ever whole on a device
 
 
@@ -137,9 +141,12 @@ def test_logits_would_be_noticed():
     assert logits_among({(ROWS * LENGTH // 2 * VOCAB,)}, {VOCAB})
 
 
-@pytest.mark.parametrize(("layout", "times"), [("dp2_tp4", 0), ("fsdp2_tp4", 1)])
+@pytest.mark.parametrize(("layout", "times"), [("dp2_tp4", 0), ("fsdp2_tp4", 0), ("fsdp2_sp4", 1)])
 def test_an_unembedding_is_gathered_at_most_once_a_step(layout, times):
-    """Tied to the embedding, in each model, forward and backward together; so is its gradient scattered."""
+    """Tied to the embedding, in each model, forward and backward together; so is its gradient scattered.
+
+    Never where its rows are cut over data too: tokens travel to them instead.
+    """
     results = re.findall(r"= (.*?) all-gather(?:-start)?\(", step(layout=layout).compiled.as_text())
     gathered = [shape for result in results for shape in re.findall(r"\[[\d,]+\]", result)]
     called = collections.Counter(
@@ -151,7 +158,7 @@ def test_an_unembedding_is_gathered_at_most_once_a_step(layout, times):
         assert gathered.count(f"[{VOCAB // 4},{config.width}]") == times
         assert called["all_gather", (VOCAB // 4, config.width)] == times
     assert called["reduce_scatter", (VOCAB // 4, STUDENT.width // 2)] == times
-    assert not any(shape.startswith(f"[{VOCAB},") for shape in gathered)
+    assert not any(shape.startswith((f"[{VOCAB},", f"[{VOCAB // 2},")) for shape in gathered)
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary():
@@ -227,6 +234,7 @@ def test_a_layer_sends_what_its_layout_says(layout):
     forward, backward = LAYERS[layout]
     sizes = MeshLayout.load(layout).sizes
     scans = [e for e in equations(step(layout=layout).traced.jaxpr.jaxpr) if e.primitive.name == "scan"]
+    scans = [e for e in scans if e.params["length"] in (STUDENT.layers, TEACHER.layers)]  # the head has its own
     layers = [(e.params["length"], e.params["reverse"], collectives_of(e.params["jaxpr"].jaxpr, sizes)) for e in scans]
     assert layers == [(5, False, forward), (3, False, forward), (3, True, backward)]  # teacher, student, student
 
@@ -241,11 +249,27 @@ def test_what_is_recomputed_is_sent_again():
     assert found == {"all-reduce model": 2 + 1} | GATHERED | SCATTERED
 
 
-def test_the_head_sends_vectors_of_a_chunk_and_never_a_vocabulary():
-    traced = step(layout="dp2_tp4").traced.jaxpr.jaxpr
+SENT = {
+    # where the vocabulary is cut over data too, shards there look at each other's tokens: both hidden states, the
+    # labels and which of them count go around, and the hidden states' gradient comes back
+    "dp2_tp4": (None, {"all-gather model": 1}),
+    "fsdp2_tp4": (None, {"all-gather model": 1, "all-gather data": 1 + 4, "reduce-scatter data": 1}),
+    "dp2_tp4, slopes that do not cancel": (ReverseKL(), {"all-gather model": 1, "all-reduce model": 1}),
+}
+"""What a chunk sends. The terms whose slopes cancel do without a sum."""
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_the_head_sends_vectors_of_a_chunk_and_never_a_vocabulary(case):
+    divergence, sent = SENT[case]
+    layout = case.split(",")[0]
+    traced = step(layout=layout, **({"divergence": divergence} if divergence else {})).traced.jaxpr.jaxpr
     (loop,) = [e for e in equations(traced) if e.primitive.name == "while"]
-    body, sizes = loop.params["body_jaxpr"].jaxpr, MeshLayout.load("dp2_tp4").sizes
-    assert collectives_of(body, sizes) == {"all-gather model": 1, "all-reduce model": 1}
+    body, sizes = loop.params["body_jaxpr"].jaxpr, MeshLayout.load(layout).sizes
+    assert collectives_of(body, sizes) == sent
+    rows = VOCAB // SHARDS[layout]
     for equation in equations(body):
-        if equation.primitive.name in ("all_gather", "psum", "psum_invariant", "psum2"):
-            assert all(v.aval.size <= 4 * 16 * CHUNK and VOCAB // 4 not in v.aval.shape for v in equation.outvars)
+        if equation.primitive.name in ("all_gather", "reduce_scatter", "psum", "psum_invariant", "psum2"):
+            for v in equation.outvars:
+                a_token = v.aval.size // CHUNK
+                assert a_token <= max(4 * 16, TEACHER.width) and rows not in v.aval.shape

@@ -56,6 +56,8 @@ def refused(*words: str):
         (AXES, {"batch": None, "embed": "data"}, ["rows of the batch must lie on 'data'", "add it to the rule batch"]),
         (AXES, {"mlp": None}, ["heads, kv_heads, mlp, vocab", "the rule mlp: model is missing"]),
         (AXES, {"vocab": None}, ["the rule vocab: model is missing"]),
+        (AXES, {"vocab": ["data", "model"]}, ["vocab lies on ['data', 'model']", "[model, data] in this order"]),
+        (AXES, {"vocab": "data"}, ["vocab lies on ['data']", "expected model, or [model, data]"]),
         ({"data": 8}, {}, ["axis 'model' is missing", "size 1"]),
         ({"model": 8}, {}, ["axis 'data' is missing", "size 1"]),
         ({"tensor": 2, **AXES}, {}, ["unknown mesh axis 'tensor'", "replica, data, model"]),
@@ -119,6 +121,8 @@ def test_an_uneven_dimension_is_named():
         four.spec(("layers", "embed", "mlp"), (3, 8, 10), "layers.mlp.up")
     with refused("dimension 0 (embed)", "size 7", "2 equal shards over data"):
         four.spec(("embed",), (7,))
+    with refused("embed: dimension 0 (vocab)", "size 12", "8 equal shards over model x data"):
+        layout(embed="data", vocab=["model", "data"]).spec(("vocab", "embed"), (12, 8), "embed")
     pod = layout({"replica": 2, **AXES}, batch=["replica", "data"])
     with refused("dimension 0 (batch)", "size 6", "4 equal shards over replica x data"):
         pod.spec(("batch", None), (6, 3))
@@ -195,6 +199,8 @@ def test_every_array_lies_where_the_file_says(name):
     assert loaded.sizes == content["axes"] and list(loaded.sizes) == list(content["axes"])
     for axes in ARRAYS.values():
         entries = [content["rules"].get(axis) for axis in axes]
+        if "vocab" in axes and content["rules"].get("vocab") == ["model", "data"]:
+            entries[axes.index("embed")] = None  # one array uses an axis once: the vocabulary has it
         assert loaded.spec(axes) == PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries))
     assert loaded.fsdp_axis == content["rules"].get("embed")
     assert loaded.sequence_sharded == ("length" in content["rules"])
@@ -215,6 +221,8 @@ def test_the_two_home_layouts_word_for_word():
     }
     assert lean.spec(ARRAYS["tokens"]) == PartitionSpec("data", "model")
     assert lean.spec(ARRAYS["embedding"]) == PartitionSpec("model", "data")
+    assert MeshLayout.load("fsdp2_tp4").spec(ARRAYS["embedding"]) == PartitionSpec(("model", "data"), None)
+    assert MeshLayout.load("fsdp8").spec(ARRAYS["embedding"]) == PartitionSpec(("model", "data"), None)
     assert lean.spec(ARRAYS["o"]) == PartitionSpec(None, "model", None, "data")
     assert MeshLayout.load("replica2_fsdp2_tp2").spec(("batch",)) == PartitionSpec(("replica", "data"))
 
