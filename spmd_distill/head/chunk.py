@@ -12,7 +12,7 @@ Three passes over the logits ``[C, V]``, and what shards tell each other between
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from spmd_distill.divergences import AbstractDivergence, AbstractLabelLoss, rela
 from spmd_distill.head.base import Term, agreement_of
 from spmd_distill.head.parts import Chunk, Part
 from spmd_distill.head.support import Support, TopK
-from spmd_distill.head.vocabulary import View, statistics, sums_over
+from spmd_distill.head.vocabulary import statistics, sums_over
 from spmd_distill.types import Unembedded
 
 
@@ -53,22 +53,21 @@ class Program:
         """Axes over which both tokens and vocabulary are spread: their shards look at each other's tokens."""
         return tuple(a for a in self.vocab_axes if a in self.batch_axes)
 
-    def views(self, temperatures: jax.Array) -> tuple[list[View], list[int], int]:
-        """The temperatures to look at logits through, which of them each term uses, and which is 1."""
+    def views(self, temperatures: jax.Array) -> tuple[list[jax.Array], list[int], int]:
+        """The inverse temperatures to look at logits through, which of them each term uses, and which is 1."""
         known: list[float | None] = []
-        found: list[float | jax.Array] = []
+        colds: list[jax.Array] = []
         of_term: list[int] = []
         for k, term in enumerate(self.terms):
             static = 1.0 if isinstance(term.divergence, AbstractLabelLoss) else term.static_temperature
             if static is None or static not in known:
                 known.append(static)
-                found.append(temperatures[k] if static is None else static)
+                colds.append(1 / temperatures[k] if static is None else jnp.asarray(1 / static, temperatures.dtype))
             of_term.append(len(known) - 1 if static is None else known.index(static))
         if self.agreement and 1.0 not in known:
             known.append(1.0)
-            found.append(1.0)
-        one = known.index(1.0) if 1.0 in known else -1
-        return [replace(v, cold=v.cold.astype(temperatures.dtype)) for v in View.all(found)], of_term, one
+            colds.append(jnp.ones((), temperatures.dtype))
+        return colds, of_term, known.index(1.0) if 1.0 in known else -1
 
 
 def chunk_losses(
@@ -86,9 +85,9 @@ def chunk_losses(
     live (others count for nothing), and the random numbers of a sampled support, if any.
     """
     labels, live, *rest = tokens
-    views, view_of, one = program.views(temperatures)
+    colds, view_of, one = program.views(temperatures)
     top_k = program.support.k if isinstance(program.support, TopK) else 0
-    s, t = statistics(models, labels, views, program.vocab_axes, top_k=top_k, logits_dtype=program.logits_dtype)
+    s, t = statistics(models, labels, colds, program.vocab_axes, top_k=top_k, logits_dtype=program.logits_dtype)
     chunk = Chunk(s, t, labels, live, program.vocab_axes, program.support, rest[0] if rest else None)
 
     parts = [chunk.part(divergence, view) for divergence, view in zip(divergences, view_of, strict=True)]
@@ -108,7 +107,7 @@ def chunk_losses(
     ]
     wanted = [x for x in shares if x is not None]
     whole = iter(psum(jnp.stack(wanted), program.vocab_axes) if wanted else ())
-    factors = [weights[k] * views[view].cold for k, view in enumerate(view_of)]
+    factors = [weights[k] * colds[view] for k, view in enumerate(view_of)]
     by_term = [
         part.gradient(None if share is None else next(whole)) for part, share in zip(parts, shares, strict=False)
     ]

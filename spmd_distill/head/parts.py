@@ -105,7 +105,7 @@ class Chunk:
 
     def _top(self, divergence: AbstractSeparable, view: int) -> Part:
         """Over k tokens and one bucket b of all others, among which the bucket's slope is divided as q is."""
-        s, t, cold = self.student, self.teacher, self.student.views[view].cold
+        s, t, cold = self.student, self.teacher, self.student.colds[view]
 
         def bucketed(side: Side) -> jax.Array:
             inside = (side.inside - side.top[:, None]) * cold
@@ -150,7 +150,7 @@ class Chunk:
 
         The gradient goes the way back. A chunk is the most that is ever in flight.
         """
-        s, t, cold = self.student, self.teacher, self.student.views[view].cold
+        s, t, cold = self.student, self.teacher, self.student.colds[view]
 
         def whole(side: Side) -> jax.Array:
             z = side.z * cold

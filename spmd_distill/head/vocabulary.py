@@ -23,38 +23,11 @@ LANES = 128
 
 
 @dataclass(frozen=True)
-class View:
-    """A temperature T to look at logits through."""
-
-    cold: jax.Array
-    """1 / T."""
-    root: int
-    """The view that this one is a power of: exp(z / T) = exp(z / T of the root) ** power. Often its own number."""
-    power: int = 1
-
-    @staticmethod
-    def all(temperatures: Sequence[float | jax.Array]) -> list["View"]:
-        """Views of these temperatures, numbers where they are known when the program is compiled.
-
-        Exponentials are what a pass over logits costs most: T = 1 beside T = 2 takes them by squaring.
-        """
-        fixed = {i: t for i, t in enumerate(temperatures) if isinstance(t, int | float)}
-        hottest = max(fixed, key=lambda i: fixed[i], default=0)
-        views = []
-        for i, t in enumerate(temperatures):
-            power = fixed[hottest] / fixed[i] if i in fixed else 0
-            if power in (1, 2, 3, 4):
-                views.append(View(jnp.asarray(1 / t), hottest, int(power)))
-            else:
-                views.append(View(jnp.asarray(1 / t), i))
-        return views
-
-
-@dataclass(frozen=True)
 class Side:
     """One model's logits of C tokens on one shard of the vocabulary, and what all shards know of them."""
 
-    views: list[View]
+    colds: list[jax.Array]
+    """Inverse temperatures, 1 / T, to look at the logits through: the views."""
     z: Float[Array, "C V"]
     slope: Any
     """d z / d (hidden @ unembed.T + bias), broadcastable to ``z``."""
@@ -75,15 +48,15 @@ class Side:
 
     def scaled(self, view: int) -> Float[Array, "C V"]:
         """``(z - top) / T``."""
-        return (self.z - self.top[:, None]) * self.views[view].cold
+        return (self.z - self.top[:, None]) * self.colds[view]
 
     def lse(self, view: int) -> Float[Array, " C"]:
         """``logsumexp(z / T)``."""
-        return self.top * self.views[view].cold + self.log_sum[view]
+        return self.top * self.colds[view] + self.log_sum[view]
 
     def surprise(self, view: int) -> Float[Array, " C"]:
         """Minus the log-probability of the label."""
-        return (self.top - self.at_label) * self.views[view].cold + self.log_sum[view]
+        return (self.top - self.at_label) * self.colds[view] + self.log_sum[view]
 
     def logp(self, view: int) -> Float[Array, "C V"]:
         """Log-probabilities, not below `LOWEST`."""
@@ -91,11 +64,7 @@ class Side:
 
     def prob(self, view: int) -> Float[Array, "C V"]:
         """Probabilities."""
-        root, power = self.views[view].root, self.views[view].power
-        if root == view:
-            return jnp.exp(self.logp(view))
-        factor = jnp.exp(power * self.log_sum[root] - self.log_sum[view])
-        return factor[:, None] * jnp.exp(self.logp(root)) ** power
+        return jnp.exp(self.logp(view))
 
 
 def sums_over(entries: Sequence[Float[Array, "C V"]], *, one_operation: bool = True) -> list[Float[Array, " C"]]:
@@ -126,7 +95,7 @@ def sums_over(entries: Sequence[Float[Array, "C V"]], *, one_operation: bool = T
 def statistics(
     models: Sequence[Unembedded],
     labels: Int[Array, " C"],
-    views: list[View],
+    colds: list[jax.Array],
     axes: tuple[str, ...],
     *,
     top_k: int = 0,
@@ -144,31 +113,34 @@ def statistics(
         logits_of(m, m.hidden, first, rows, logits_dtype) for m, first, rows in zip(models, firsts, whole, strict=True)
     ]
     tokens = likeliest(top_k, axes, logits[1][0], firsts[1]) if top_k else None
-    local = _local([z for z, _ in logits], firsts, labels, views, tokens)
+    local = _local([z for z, _ in logits], firsts, labels, colds, tokens)
     leaves, tree = jax.tree.flatten(local)
     stacked = gather_stacked(jnp.concatenate(leaves), axes)  # [shards, rows, C]
     edges = [sum(leaf.shape[0] for leaf in leaves[:i]) for i in range(1, len(leaves))]
     stats = jax.tree.unflatten(tree, jnp.split(stacked, edges, axis=1))
     return [
-        _combined(stat, *z, first, m.transform.vocab_size, views, tokens)
+        _combined(stat, *z, first, m.transform.vocab_size, colds, tokens)
         for stat, z, first, m in zip(stats, logits, firsts, models, strict=True)
     ]
 
 
 def _local(
-    logits: list[jax.Array], firsts: list[jax.Array], labels: jax.Array, views: list[View], tokens: jax.Array | None
+    logits: list[jax.Array],
+    firsts: list[jax.Array],
+    labels: jax.Array,
+    colds: list[jax.Array],
+    tokens: jax.Array | None,
 ) -> list[dict[str, jax.Array]]:
     """Rows ``[.., C]`` of what this shard knows of each model; all exponentials in one pass over both."""
-    tops = [jnp.max(z, axis=1).astype(views[0].cold.dtype) for z in logits]
+    tops = [jnp.max(z, axis=1).astype(colds[0].dtype) for z in logits]
 
     def at(z: jax.Array, columns: jax.Array) -> jax.Array:
         here = columns < z.shape[1]
         found = jnp.take_along_axis(z, jnp.minimum(columns, z.shape[1] - 1), axis=1)
-        return jnp.where(here, found, 0).T.astype(views[0].cold.dtype)
+        return jnp.where(here, found, 0).T.astype(colds[0].dtype)
 
     def exponentials(z: jax.Array, top: jax.Array) -> list[jax.Array]:
-        roots = {v.root: jnp.exp((z - top[:, None]) * views[v.root].cold) for v in views}
-        return [roots[v.root] ** v.power for v in views]
+        return [jnp.exp((z - top[:, None]) * cold) for cold in colds]
 
     def in_one_pass(entries: list[list[jax.Array]]) -> list[list[jax.Array]]:
         if any(z.shape != logits[0].shape for z in logits):
@@ -201,22 +173,22 @@ def _combined(
     slope: jax.Array,
     first: jax.Array,
     vocab_size: int,
-    views: list[View],
+    colds: list[jax.Array],
     tokens: jax.Array | None,
 ) -> Side:
     """The whole vocabulary's statistics from those of all shards, ``[shards, rows, C]`` each."""
 
     def log_sums(tops: jax.Array, sums: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         top = jnp.max(tops, axis=0)  # its own exponential is 1: the logarithm is of 1 or more
-        total = [jnp.sum(sums[:, k] * jnp.exp((tops - top) * v.cold), axis=0) for k, v in enumerate(views)]
+        total = [jnp.sum(sums[:, k] * jnp.exp((tops - top) * cold), axis=0) for k, cold in enumerate(colds)]
         return top, [jnp.log(x) for x in total]
 
     top, log_sum = log_sums(stat["top"][:, 0], stat["exp"])
-    side = Side(views, z, slope, first, vocab_size, top, jnp.sum(stat["label"][:, 0], axis=0), log_sum)
+    side = Side(colds, z, slope, first, vocab_size, top, jnp.sum(stat["label"][:, 0], axis=0), log_sum)
     if tokens is None:
         return side
     next_top, rest = log_sums(stat["outside top"][:, 0], stat["outside"])
-    outside = [(next_top - top) * v.cold + x for v, x in zip(views, rest, strict=True)]
+    outside = [(next_top - top) * cold + x for cold, x in zip(colds, rest, strict=True)]
     return replace(side, tokens=tokens, inside=jnp.sum(stat["inside"], axis=0).T, outside=outside)
 
 
