@@ -1,7 +1,8 @@
 """Worker of `head.py`: heads in JAX on one device, this library's and two that make full logits.
 
 ``{"memory": name, ...sizes}`` compiles one and answers with its bytes; ``{"time": name, "mask": mask}`` runs one once
-and answers with its seconds and the loss.
+and answers with its seconds and the loss; ``{"rounded": dtype}`` runs ours with logits held in that type beside ours as
+it is.
 """
 
 import argparse
@@ -27,7 +28,7 @@ WEIGHTS = (ALPHA * TEMPERATURE**2, 1 - ALPHA)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", type=int, default=64, help="memory of our head's chunks, in MiB")
+    parser.add_argument("--budget", type=int, default=256, help="memory of our head's chunks, in MiB")
     add_flags(parser)
     options = parser.parse_args()
     channel, problem = Channel(), from_flags(options)
@@ -43,6 +44,12 @@ def main() -> None:
             channel.say(memory(steps[name].lower(*described(Problem(**request))).compile()))
             continue
         arrays = arrays or jax.device_put(problem.inputs())
+        if dtype := request.pop("rounded", None):
+            budget = options.budget * 2**20
+            rounded = jax.jit(functools.partial(ours, FusedHead(memory_budget=budget, logits_dtype=dtype)))
+            everything = jax.device_put(problem.mask("all"))
+            channel.say(difference(*(step(*arrays, everything) for step in (rounded, steps["ours"]))))
+            continue
         mask = jax.device_put(problem.mask(request["mask"]))
         step = steps[request["time"]]
         jax.block_until_ready((arrays, mask))
@@ -50,6 +57,12 @@ def main() -> None:
             loss, gradients = jax.block_until_ready(step(*arrays, mask))
         channel.say(found | {"loss": float(loss)})
         del gradients
+
+
+def difference(found: Any, expected: Any) -> dict[str, float]:
+    """Of the gradients by hidden states and unembedding, relative, as vectors; and of the loss."""
+    errors = [jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(found[1], expected[1], strict=True)]
+    return {"gradient": float(max(errors)), "loss": float(abs(found[0] / expected[0] - 1))}
 
 
 def described(problem: Problem) -> list[jax.ShapeDtypeStruct]:

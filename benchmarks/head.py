@@ -15,7 +15,7 @@ Measured are
   process grows at its peak in the first call, less the gradients;
 - CPU seconds of the whole process, one call of each in turn, with all tokens valid and with half of them masked, over
   those of ``naive`` in the same round: the median of ``--rounds``, after one round that is thrown away;
-- the loss, which must be that of ``naive``.
+- the loss, which must be that of ``naive``; and by how much logits held in bfloat16, an option, change the gradients.
 
 The torch ones run in an environment that is installed once; where that fails their rows are left out. ``--no-torch``
 leaves them alone. The exit code is 1 if one of our rows misses its bar.
@@ -57,7 +57,7 @@ LOSS_BAR = 1e-5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser)
-    parser.add_argument("--budget", type=int, default=64, help="memory of our head's chunks, in MiB")
+    parser.add_argument("--budget", type=int, default=256, help="memory of our head's chunks, in MiB")
     parser.add_argument("--growth-tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="compiled, not run")
     parser.add_argument("--growth-vocabs", type=int, nargs="+", default=[16384, 65536, 262144])
     parser.add_argument("--rounds", type=int, default=5)
@@ -73,6 +73,7 @@ def main() -> None:
             rows += memory(jax, problem)
             rows += growth(jax, problem, options.growth_tokens, options.growth_vocabs)
             if not options.compile_only:
+                rows += rounded(jax, problem)
                 workers = dict.fromkeys(JAX, jax)
                 if not options.no_torch:
                     rows += torch_workers(stack, problem, workers)
@@ -111,6 +112,18 @@ def growth(jax: Worker, problem: Problem, tokens: Sequence[int], vocabs: Sequenc
             setting = setting_of(problem) | {"N" if name == "tokens" else "V": f"{min(values)} to {max(values)}"}
             row = NAME, library, setting, "growth of memory beyond gradients", slope, f"bytes {unit}"
             yield Row.at_most(*row, bar) if head == "ours" else Row(*row)
+
+
+# Rounding
+
+
+def rounded(jax: Worker, problem: Problem) -> Iterator[Row]:
+    """What the option to hold a chunk's logits in bfloat16 does to the gradients and the loss."""
+    say("logits in bfloat16")
+    found = jax.ask({"rounded": "bfloat16"})
+    setting = setting_of(problem) | {"logits": "bfloat16"}
+    for name, value in found.items():
+        yield Row(NAME, OURS, setting, f"relative error of the {name}", value, "")
 
 
 # Time

@@ -87,7 +87,10 @@ def chunk_losses(
     labels, live, *rest = tokens
     colds, view_of, one = program.views(temperatures)
     top_k = program.support.k if isinstance(program.support, TopK) else 0
-    s, t = statistics(models, labels, colds, program.vocab_axes, top_k=top_k, logits_dtype=program.logits_dtype)
+    compared = {v for v, d in zip(view_of, divergences, strict=True) if not isinstance(d, AbstractLabelLoss)}
+    teacher_views = sorted(compared | ({one} if program.agreement else set()))
+    axes, held = program.vocab_axes, program.logits_dtype
+    s, t = statistics(models, labels, colds, axes, teacher_views=teacher_views, top_k=top_k, logits_dtype=held)
     chunk = Chunk(s, t, labels, live, program.vocab_axes, program.support, rest[0] if rest else None)
 
     parts = [chunk.part(divergence, view) for divergence, view in zip(divergences, view_of, strict=True)]

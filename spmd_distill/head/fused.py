@@ -70,7 +70,7 @@ class FusedHead(AbstractHead):
         fits = max(width // 2, TILE)
         if self.memory_budget is not None:
             fits = max(self.memory_budget // (LIVE_BUFFERS * vocab * itemsize), 8)
-        tile = TILE if fits >= TILE else 8
+        tile = TILE if fits >= 4 * TILE else 8
         chunks = -(-tokens // (fits // tile * tile))
         even = -(-tokens // chunks)  # a last chunk of few tokens would cost as much as a full one
         return min(-(-even // tile) * tile, tokens)

@@ -98,11 +98,13 @@ def statistics(
     colds: list[jax.Array],
     axes: tuple[str, ...],
     *,
+    teacher_views: Sequence[int],
     top_k: int = 0,
     logits_dtype: str | None = None,
 ) -> list[Side]:
     """Logits of student and teacher (``hidden [C, D]``) and their statistics, in ONE all-gather of a few rows.
 
+    The student is looked at through all views, the teacher through ``teacher_views``.
     With ``top_k``, the teacher's likeliest tokens are selected first, which takes another. ``logits_dtype`` is what the
     logits are held in, if not in the type of the accumulator.
     """
@@ -113,7 +115,7 @@ def statistics(
         logits_of(m, m.hidden, first, rows, logits_dtype) for m, first, rows in zip(models, firsts, whole, strict=True)
     ]
     tokens = likeliest(top_k, axes, logits[1][0], firsts[1]) if top_k else None
-    local = _local([z for z, _ in logits], firsts, labels, colds, tokens)
+    local = _local([z for z, _ in logits], firsts, labels, colds, [range(len(colds)), teacher_views], tokens)
     leaves, tree = jax.tree.flatten(local)
     stacked = gather_stacked(jnp.concatenate(leaves), axes)  # [shards, rows, C]
     edges = [sum(leaf.shape[0] for leaf in leaves[:i]) for i in range(1, len(leaves))]
@@ -129,6 +131,7 @@ def _local(
     firsts: list[jax.Array],
     labels: jax.Array,
     colds: list[jax.Array],
+    seen: list[Sequence[int]],
     tokens: jax.Array | None,
 ) -> list[dict[str, jax.Array]]:
     """Rows ``[.., C]`` of what this shard knows of each model; all exponentials in one pass over both."""
@@ -139,31 +142,32 @@ def _local(
         found = jnp.take_along_axis(z, jnp.minimum(columns, z.shape[1] - 1), axis=1)
         return jnp.where(here, found, 0).T.astype(colds[0].dtype)
 
-    def exponentials(z: jax.Array, top: jax.Array) -> list[jax.Array]:
-        return [jnp.exp((z - top[:, None]) * cold) for cold in colds]
+    def exponentials(logits: list[jax.Array], tops: list[jax.Array]) -> list[jax.Array]:
+        entries = [
+            [jnp.exp((z - top[:, None]) * colds[view]) for view in views]
+            for z, top, views in zip(logits, tops, seen, strict=True)
+        ]
+        if all(z.shape == logits[0].shape for z in logits):
+            found = iter(sums_over([x for of_model in entries for x in of_model]))
+        else:
+            found = iter([x for of_model in entries for x in sums_over(of_model)])
+        sums = [{view: next(found) for view in views} for views in seen]
+        nobody = jnp.ones_like(tops[0])  # looks at this model through that temperature
+        return [jnp.stack([known.get(view, nobody) for view in range(len(colds))]) for known in sums]
 
-    def in_one_pass(entries: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        if any(z.shape != logits[0].shape for z in logits):
-            return [sums_over(of_model) for of_model in entries]
-        found = sums_over([x for of_model in entries for x in of_model])
-        return [found[: len(entries[0])], found[len(entries[0]) :]]
-
-    entries = []
-    for z, top, first in zip(logits, tops, firsts, strict=True):
-        at_label = jnp.where(first + jnp.arange(z.shape[1]) == labels[:, None], z.astype(top.dtype), 0)
-        entries.append([at_label, *exponentials(z, top)])
+    columns = [local_columns(labels[:, None], first, z.shape[1]) for z, first in zip(logits, firsts, strict=True)]
     found = [
-        {"top": top[None], "label": label[None], "exp": jnp.stack(exps)}
-        for top, (label, *exps) in zip(tops, in_one_pass(entries), strict=True)
+        {"top": top[None], "label": at(z, column), "exp": exps}
+        for z, top, column, exps in zip(logits, tops, columns, exponentials(logits, tops), strict=True)
     ]
     if tokens is not None:
         chosen = [local_columns(tokens, first, z.shape[1]) for z, first in zip(logits, firsts, strict=True)]
         others = [put(z, c, jnp.asarray(-jnp.inf, z.dtype)) for z, c in zip(logits, chosen, strict=True)]
         # Relative to their own maximum: relative to that of all tokens they vanish where a teacher is sure.
         tops = [jnp.maximum(jnp.max(z, axis=1).astype(tops[0].dtype), IMPOSSIBLE) for z in others]
-        rest = in_one_pass([exponentials(z, top) for z, top in zip(others, tops, strict=True)])
+        rest = exponentials(others, tops)
         for side, z, c, top, exps in zip(found, logits, chosen, tops, rest, strict=True):
-            side |= {"inside": at(z, c), "outside top": top[None], "outside": jnp.stack(exps)}
+            side |= {"inside": at(z, c), "outside top": top[None], "outside": exps}
     return found
 
 
