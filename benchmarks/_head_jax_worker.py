@@ -41,7 +41,11 @@ def main() -> None:
     arrays: tuple[Any, ...] = ()
     for request in channel.requests():
         if name := request.pop("memory", None):
-            channel.say(memory(steps[name].lower(*described(Problem(**request))).compile()))
+            step = steps[name]
+            if name == "ours" and (budget := request.pop("budget", None)):
+                step = jax.jit(functools.partial(ours, FusedHead(memory_budget=budget * 2**20)))
+            request.pop("budget", None)
+            channel.say(memory(step.lower(*described(Problem(**request))).compile()))
             continue
         arrays = arrays or jax.device_put(problem.inputs())
         if dtype := request.pop("rounded", None):

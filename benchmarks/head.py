@@ -44,6 +44,8 @@ TORCH = {"trl": "torch, TRL's GKD", "liger": "liger-kernel"}
 TOKEN_BAR = 64.0
 """Bytes a token of memory beyond inputs and gradients. A few numbers a token (an order, its inverse, a label) are 64 at
 most; one more copy of the hidden states, even of width 32, is not."""
+GROWTH_BUDGET = 64
+"""MiB that our chunks may take where growth is measured: small, so that a chunk is far from all tokens."""
 ROW_BAR = 128.0
 """Bytes a row of the vocabulary. What a chunk of fixed budget loses or gains by rounding to whole tokens stays below it
 over the vocabularies measured; one more copy of the student's unembedding (1024 bytes a row) or the logits of as few as
@@ -90,10 +92,10 @@ def setting_of(problem: Problem) -> dict[str, Any]:
 # Memory
 
 
-def beyond(jax: Worker, head: str, problem: Problem) -> int:
-    """Bytes a compiled head needs beyond its inputs and the gradients it returns."""
+def beyond(jax: Worker, head: str, problem: Problem, budget: int | None = None) -> int:
+    """Bytes a compiled head needs beyond its inputs and the gradients it returns; ``budget`` for ours, in MiB."""
     say(f"compiling {JAX[head]} for {problem.tokens} tokens and a vocabulary of {problem.vocab}")
-    found = jax.ask({"memory": head, **vars(problem)})
+    found = jax.ask({"memory": head, "budget": budget, **vars(problem)})
     return found["temp"] + found["output"] - problem.gradient_bytes
 
 
@@ -107,7 +109,8 @@ def growth(jax: Worker, problem: Problem, tokens: Sequence[int], vocabs: Sequenc
     """The slopes of a straight line through the memory at all numbers of tokens, and at all vocabularies."""
     for name, values, unit, bar in (("tokens", tokens, "a token", TOKEN_BAR), ("vocab", vocabs, "a row", ROW_BAR)):
         for head, library in JAX.items():
-            needed = [beyond(jax, head, dataclasses.replace(problem, **{name: value})) for value in values]
+            problems = [dataclasses.replace(problem, **{name: value}) for value in values]
+            needed = [beyond(jax, head, each, GROWTH_BUDGET) for each in problems]
             slope = float(np.polyfit(values, needed, 1)[0])
             setting = setting_of(problem) | {"N" if name == "tokens" else "V": f"{min(values)} to {max(values)}"}
             row = NAME, library, setting, "growth of memory beyond gradients", slope, f"bytes {unit}"
