@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_distill.collectives import all_gather, axis_index, gather_stacked, same_on, shard_index
+from spmd_distill.collectives import all_gather, gather_stacked, same_on, shard_index
 from spmd_distill.head.base import logits_of
 from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Model, Shard
@@ -39,8 +39,6 @@ def continue_greedily(
     for i, prompt in enumerate(prompts):
         tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
 
-    shared = [axis for axis in layout.vocab_axes if axis in layout.batch_axes]  # their shards see each other's rows
-
     def body(params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         n, length = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(length), (n, length))
@@ -51,15 +49,15 @@ def continue_greedily(
             if vocab_size is not None and vocab_size < out.transform.vocab_size:
                 out = replace(out, transform=replace(out.transform, vocab_size=vocab_size))
             last = out.hidden.reshape(n, length, -1)[jnp.arange(n), lengths + k - 1]
-            for axis in shared:
+            for axis in reversed(layout.shared_axes):  # their shards see each other's rows
                 last = all_gather(last, axis)
             first = shard_index(layout.vocab_axes) * out.unembed.shape[0]
             logits, _ = logits_of(out, last, first)
             best = gather_stacked(jnp.max(logits, axis=1), layout.vocab_axes)
             which = gather_stacked(jnp.argmax(logits, axis=1).astype(jnp.int32) + first, layout.vocab_axes)
             winner = jnp.take_along_axis(which, jnp.argmax(best, axis=0)[None], axis=0)[0]
-            for axis in shared:
-                winner = jax.lax.dynamic_slice_in_dim(winner, axis_index(axis) * n, n)
+            if layout.shared_axes:
+                winner = jax.lax.dynamic_slice_in_dim(winner, shard_index(layout.shared_axes) * n, n)
             return tokens.at[jnp.arange(n), lengths + k].set(same_on(winner, "model"))
 
         return jax.lax.fori_loop(0, new_tokens, append, tokens)

@@ -184,6 +184,11 @@ class MeshLayout:
         return dict(self.rules).get("vocab", ()) or ("model",)
 
     @property
+    def shared_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which both the vocabulary and the rows of the batch are spread."""
+        return tuple(a for a in self.vocab_axes if a in self.batch_axes)
+
+    @property
     def fsdp_axis(self) -> str | None:
         """The mesh axis parameters are sharded over along ``embed``, if any."""
         return next(iter(dict(self.rules).get("embed", ())), None)

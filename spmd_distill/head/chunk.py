@@ -91,7 +91,7 @@ def chunk_losses(
     teacher_views = sorted(compared | ({one} if program.agreement else set()))
     axes, held = program.vocab_axes, program.logits_dtype
     s, t = statistics(models, labels, colds, axes, teacher_views=teacher_views, top_k=top_k, logits_dtype=held)
-    chunk = Chunk(s, t, labels, live, program.vocab_axes, program.support, rest[0] if rest else None)
+    chunk = Chunk(s, t, labels, live, axes, program.support, rest[0] if rest else None)
 
     parts = [chunk.part(divergence, view) for divergence, view in zip(divergences, view_of, strict=True)]
     terms = len(parts)
@@ -106,14 +106,15 @@ def chunk_losses(
 
     shares = [
         found[part.slope_sum] if isinstance(part.slope_sum, int) else part.slope_sum
-        for part, found in zip(parts[:terms], sums, strict=False)
+        for part, found in zip(parts[:terms], sums[:terms], strict=True)
     ]
     wanted = [x for x in shares if x is not None]
-    whole = iter(psum(jnp.stack(wanted), program.vocab_axes) if wanted else ())
+    whole = iter(psum(jnp.stack(wanted), axes) if wanted else ())
     factors = [weights[k] * colds[view] for k, view in enumerate(view_of)]
-    by_term = [
-        part.gradient(None if share is None else next(whole)) for part, share in zip(parts, shares, strict=False)
-    ]
+    by_term = []
+    for part, share in zip(parts[:terms], shares, strict=True):
+        assert part.gradient is not None
+        by_term.append(part.gradient(None if share is None else next(whole)))
     dz = functools.reduce(jnp.add, [f * gradient for f, gradient in zip(factors, by_term, strict=True)])
     return values, jnp.where(live[:, None], dz * s.slope, 0)
 
@@ -124,10 +125,10 @@ def _agreement(chunk: Chunk, view: int) -> dict[str, Part]:
     log_q, log_p, q, p = s.logp(view), t.logp(view), s.prob(view), t.prob(view)
 
     def over_vocabulary(entry: jax.Array) -> Part:
-        return Part((entry,), chunk.share, lambda _: entry)
+        return Part((entry,), chunk.share)
 
     def per_token(x: jax.Array) -> Part:
-        return Part((), lambda: chunk.once(x), lambda _: log_q)
+        return Part((), lambda: chunk.once(x))
 
     measured = {
         "ce_student": per_token(s.surprise(view)),

@@ -36,8 +36,9 @@ class Part:
     """Arrays [C, V] whose sums over this shard's vocabulary are wanted."""
     value: Callable[..., jax.Array]
     """From those sums [C]: this shard's share of the term, a scalar."""
-    gradient: Callable[[Any], jax.Array]
-    """From the slope's sum over the WHOLE vocabulary (if ``slope_sum`` names one): d value / d (z / T), [C, V]."""
+    gradient: Callable[[Any], jax.Array] | None = None
+    """From the slope's sum over the WHOLE vocabulary (if ``slope_sum`` names one): d value / d (z / T), [C, V].
+    None for what is only measured."""
     slope_sum: int | jax.Array | None = None
     """Which of the sums must be completed over all shards, or this shard's share of it [C], for the gradient."""
 

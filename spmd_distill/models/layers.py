@@ -100,13 +100,12 @@ def embed_tokens(table: Float[Array, "V D"], tokens: Int[Array, "B L"], shard: S
     Where those include axes of the batch, every shard looks up the tokens of all, and the results are scattered.
     """
     layout = shard.layout
-    shared = [axis for axis in layout.vocab_axes if axis in layout.batch_axes]
-    for axis in reversed(shared):
+    for axis in reversed(layout.shared_axes):
         tokens = all_gather(tokens, axis)
     local = tokens - shard_index(layout.vocab_axes) * table.shape[0]
     here = (local >= 0) & (local < table.shape[0])
     rows = table[jnp.clip(local, 0, table.shape[0] - 1)].astype(shard.dtype)
     rows = jnp.where(here[..., None], rows, 0)
-    for axis in shared:
+    for axis in layout.shared_axes:
         rows = scatter_to(rows, axis, 0)
     return shard.leave(rows)

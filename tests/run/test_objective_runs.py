@@ -6,9 +6,8 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny import as_flags, tiny_run, tiny_teacher
+from tiny import as_flags, tiny_run, tiny_teacher, train_until_first_checkpoint
 
-from spmd_distill.checkpoint import Checkpoints
 from spmd_distill.compose import build_objective, describe_vocabulary, shared_vocabulary
 from spmd_distill.config import ObjectiveConfig, parse_config
 from spmd_distill.errors import UserError
@@ -78,19 +77,7 @@ def test_a_run_says_what_it_compiled(moved):
 
 
 def test_a_resumed_schedule_goes_on_where_it_was(moved, tmp_path):
-    class Cut(Exception):
-        pass
-
-    saves = Checkpoints.save
-
-    def save_once(self, step, state, meta):
-        saves(self, step, state, meta)
-        self.wait()
-        raise Cut
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
-        patch.setattr(Checkpoints, "save", save_once)
-        distil(tiny_run(tmp_path, *MOVING), console=QUIET)
+    train_until_first_checkpoint(tiny_run(tmp_path, *MOVING))
     resumed = parse_config(path=tmp_path / "run" / "config.yaml")  # as --resume reads it
     assert resumed == tiny_run(tmp_path, *MOVING)
     distil(resumed, resume=True, console=QUIET)

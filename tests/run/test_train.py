@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import yaml
 from rich.console import Console
-from tiny import tiny_run
+from tiny import tiny_run, train_until_first_checkpoint
 
-from spmd_distill.checkpoint import Checkpoints
 from spmd_distill.cli import main
 from spmd_distill.config import parse_config, to_dict
 from spmd_distill.errors import UserError
@@ -130,19 +129,7 @@ def test_resuming_on_another_mesh_or_mapper_goes_on_with_the_same_losses(finishe
     expected, _ = finished
     config = tiny_run(tmp_path)
 
-    class Cut(Exception):
-        pass
-
-    saves = Checkpoints.save
-
-    def save_once(self, step, state, meta):
-        saves(self, step, state, meta)
-        self.wait()
-        raise Cut
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
-        patch.setattr(Checkpoints, "save", save_once)
-        distil(config, console=QUIET)
+    train_until_first_checkpoint(config)
     flags = ("--mesh", mesh, "--mapper", mapper)
     distil(tiny_run(tmp_path, *flags), resume=True, console=QUIET)
     for found, original in zip(trace(tmp_path / "run"), trace(expected / "run"), strict=True):

@@ -76,6 +76,30 @@ def tiny_run(folder: Path, *flags: str) -> RunConfig:
     )  # fmt: skip
 
 
+def train_until_first_checkpoint(config: RunConfig) -> None:
+    """Begin a run and break it off once its first checkpoint lies on disk."""
+
+    import pytest  # this module is read by a process of its own too, which sets its devices before jax starts
+    from rich.console import Console
+
+    from spmd_distill.checkpoint import Checkpoints
+    from spmd_distill.train import distil
+
+    class Cut(Exception):
+        pass
+
+    saves = Checkpoints.save
+
+    def save_once(self, step, state, meta):
+        saves(self, step, state, meta)
+        self.wait()
+        raise Cut
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Cut):
+        patch.setattr(Checkpoints, "save", save_once)
+        distil(config, console=Console(quiet=True))
+
+
 def as_flags(objective: str) -> list[str]:
     """Flags for what stands under ``objective:`` in a run file."""
     settings = yaml.safe_load(objective)
