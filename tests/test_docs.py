@@ -66,6 +66,7 @@ def test_code_on_the_page_runs(page, tmp_path, monkeypatch):
         for block in blocks(page):
             if block.name is not None:
                 Path(block.name).write_text(block.text)
+                sys.modules.pop(Path(block.name).stem, None)  # of another test in this process
             else:
                 code = "\n" * block.line + block.text  # so that a traceback names the line of the page
                 exec(compile(code, str(page), "exec"), script.__dict__)

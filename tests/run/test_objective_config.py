@@ -179,27 +179,30 @@ class Top1(TopOne):
 
 
 def test_a_class_of_the_users_own(tmp_path, monkeypatch):
-    (tmp_path / "my_losses.py").write_text(MINE)
+    (tmp_path / "users_losses.py").write_text(MINE)
     (tmp_path / "my_broken.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
-    objective = build_objective(ObjectiveConfig(divergence={"my_losses:Triangular": {"power": {"linear": [1, 2, 9]}}}))
+    objective = build_objective(
+        ObjectiveConfig(divergence={"users_losses:Triangular": {"power": {"linear": [1, 2, 9]}}})
+    )
     assert describe(objective).startswith("0.9 x triangular(power (1 to 2 over 9 steps, linear), unit nats)")
-    assert describe(build_objective(ObjectiveConfig("my_losses:TopOne"))) == "0.9 x top_one + 0.1 x ce"
+    assert describe(build_objective(ObjectiveConfig("users_losses:TopOne"))) == "0.9 x top_one + 0.1 x ce"
     for written, message in {
-        "my_losses:Triangle": "has nothing of that name; expected a subclass of AbstractSeparable or AbstractRowwise",
-        "my_losses:Scheduled": "is no divergence",
+        "users_losses:Triangle": "has nothing of that name; expected a subclass of "
+        "AbstractSeparable or AbstractRowwise",
+        "users_losses:Scheduled": "is no divergence",
         "my_other_losses:Triangular": "there is no module 'my_other_losses' in the current folder nor on Python's path",
         "my_broken:Triangular": "importing it raised ZeroDivisionError: division by zero",
-        "my_losses:Top1": "called 'top1', as a metric of every run is",
+        "users_losses:Top1": "called 'top1', as a metric of every run is",
     }.items():
         with pytest.raises(UserError, match=message):
             build_objective(ObjectiveConfig(written))
     for parameters, message in {
         "powr": "unknown parameter 'powr'. Did you mean 'power'",
-        "unit": "my_losses:Triangular: no unit 3",
+        "unit": "users_losses:Triangular: no unit 3",
     }.items():
         with pytest.raises(UserError, match=message):
-            build_objective(ObjectiveConfig({"my_losses:Triangular": {parameters: 3}}))
+            build_objective(ObjectiveConfig({"users_losses:Triangular": {parameters: 3}}))
 
 
 def test_schedules_of_optax_are_what_the_run_file_says():
