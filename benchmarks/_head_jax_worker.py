@@ -117,8 +117,8 @@ def ours(head: FusedHead, *arrays: Any) -> Any:
         def loss(h_s: Any, w_s: Any) -> Any:
             student, teacher = (Unembedded(h, w, LogitTransform(vocab)) for h, w in ((h_s, w_s), (h_t, w_t)))
             settings = {"agreement": False, "batch_axes": layout.batch_axes}
-            weights, temperatures = jnp.array(WEIGHTS), jnp.array([TEMPERATURE, 1.0])
-            return head(student, teacher, labels, mask, terms, weights, temperatures, **settings).loss / count
+            weights, temperatures = jnp.array(WEIGHTS) / count, jnp.array([TEMPERATURE, 1.0])
+            return head(student, teacher, labels, mask, terms, weights, temperatures, **settings).loss
 
         w_s = to_varying(w_s, layout.batch_axes)  # its gradient is this shard's own, until it is summed
         value, (d_hidden, d_unembed) = jax.value_and_grad(loss, argnums=(0, 1))(h_s, w_s)

@@ -10,8 +10,9 @@ calls a `lax` collective itself. Two things make that necessary:
   4.2.2).
 * `pmap` knows one flat axis. `flat_axis` puts an adapter in place that turns a named axis into groups of its devices.
 
-Axes are given as one name or a tuple of names. Collectives that move slices (`all_gather`, `psum_scatter`) take one
-axis: over several they are not defined under nested `vmap`.
+Axes are given as one name or a tuple of names. Over an axis with one shard nothing happens and nothing varies (a
+layout's specs leave such an axis out): XLA would copy what it "reduces" there. Collectives that move slices
+(`all_gather`, `psum_scatter`) take one axis: over several they are not defined under nested `vmap`.
 """
 
 import contextlib
@@ -33,6 +34,11 @@ T = TypeVar("T")
 
 def _names(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _shared(axes: Axes) -> tuple[str, ...]:
+    """Those of ``axes`` that have more than one shard."""
+    return tuple(a for a in _names(axes) if axis_size(a) > 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,7 +99,7 @@ def _where(axes: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
 
 def psum(x: T, axes: Axes) -> T:
     """Sum over the shards of ``axes``; a pytree of arrays of any shape. Not for differentiated code: `reduce_from`."""
-    names = _names(axes)
+    names = _shared(axes)
     if not names:
         return x
     where, groups = _where(names)
@@ -102,7 +108,7 @@ def psum(x: T, axes: Axes) -> T:
 
 def pmax(x: T, axes: Axes) -> T:
     """Elementwise maximum over the shards of ``axes``. It has no gradient: stop it first."""
-    names = _names(axes)
+    names = _shared(axes)
     if not names:
         return x
     where, groups = _where(names)
@@ -111,6 +117,8 @@ def pmax(x: T, axes: Axes) -> T:
 
 def axis_index(axis: str) -> jax.Array:
     """This shard's coordinate along ``axis``, an int32 scalar."""
+    if not _shared(axis):
+        return jnp.int32(0)
     flat = _flat.get()
     return lax.axis_index(axis) if flat is None else flat.index(axis)
 
@@ -132,18 +140,24 @@ def shard_index(axes: Axes) -> jax.Array:
 
 def all_gather(x: jax.Array, axis: str, *, dim: int = 0, tiled: bool = True) -> jax.Array:
     """Concatenate (``tiled``) or stack the shards' arrays along ``dim``; the transpose is `psum_scatter` everywhere."""
+    if not _shared(axis):
+        return x if tiled else jnp.expand_dims(x, dim)
     where, groups = _where((axis,))
     return lax.all_gather(x, where, axis=dim, tiled=tiled, **groups)
 
 
 def psum_scatter(x: jax.Array, axis: str, *, dim: int = 0) -> jax.Array:
     """Sum over the shards, each keeping its own slice of ``dim``."""
+    if not _shared(axis):
+        return x
     where, groups = _where((axis,))
     return lax.psum_scatter(x, where, scatter_dimension=dim, tiled=True, **groups)
 
 
 def all_to_all(x: jax.Array, axis: str, *, split: int, concat: int) -> jax.Array:
     """Give every shard its slice of ``split``, and concatenate the slices received along ``concat``."""
+    if not _shared(axis):
+        return x
     where, groups = _where((axis,))
     return lax.all_to_all(x, where, split, concat, tiled=True, **groups)
 
@@ -175,7 +189,7 @@ def to_varying(x: T, axes: Axes) -> T:
         if not manual:  # plain vmap or jit
             return leaf
         have = jax.typeof(leaf).manual_axis_type.varying
-        need = tuple(a for a in _names(axes) if a in manual and a not in have)
+        need = tuple(a for a in _names(axes) if a in manual and a not in have and lax.axis_size(a) > 1)
         return lax.pcast(leaf, need, to="varying") if need else leaf
 
     return jax.tree.map(mark, x)
@@ -270,6 +284,8 @@ def collect_from(x: jax.Array, axis: str, dim: int) -> jax.Array:
     whole, so it is cut and not summed. Written as a psum of disjoint slices because `shard_map` then knows the
     result to be equal on all shards, in every supported JAX version.
     """
+    if not _shared(axis):
+        return x
     size = x.shape[dim]
     whole = jnp.zeros((*x.shape[:dim], size * axis_size(axis), *x.shape[dim + 1 :]), x.dtype)
     mine = lax.dynamic_update_slice_in_dim(vary_like(to_varying(whole, axis), x), x, axis_index(axis) * size, dim)
@@ -290,5 +306,5 @@ def same_on(x: jax.Array, axes: Axes) -> jax.Array:
 
     Keeps shard 0's copy: exact, unlike a mean. Not for differentiated code.
     """
-    names = _names(axes)
-    return psum(jnp.where(shard_index(names) == 0, x, jnp.zeros_like(x)), names)
+    names = _shared(axes)
+    return psum(jnp.where(shard_index(names) == 0, x, jnp.zeros_like(x)), names) if names else x

@@ -119,6 +119,8 @@ class Objective:
         """
         dtype = jnp.promote_types(student.hidden.dtype, jnp.float32)
         weights, temperatures = self.coefficients(step, dtype)
+        # Divided before the head and not after it: a head's gradients are then final, and need no second copy.
+        weights = weights / jnp.maximum(count, 1).astype(dtype)
         terms = tuple(t.for_head(label) for t, label in zip(self.terms, self.labels, strict=True))
         student, teacher = common_vocabulary(student, teacher, terms, self.vocab_size)
         labels, mask = batch.labels.reshape(-1), batch.mask.reshape(-1)
@@ -137,8 +139,7 @@ class Objective:
             vocab_axes=vocab_axes,
             batch_axes=batch_axes,
         )
-        loss = out.loss / jnp.maximum(count, 1).astype(dtype)
-        return loss, {"loss": jax.lax.stop_gradient(out.loss), **out.sums}
+        return out.loss, {"loss": jax.lax.stop_gradient(out.loss) * jnp.maximum(count, 1), **out.sums}
 
     def _uniforms(
         self, key: jax.Array | None, step: jax.Array, tokens: int, batch_axes: tuple[str, ...]

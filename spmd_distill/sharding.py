@@ -231,7 +231,7 @@ class MeshLayout:
 
         With ``shape`` given, raise `UserError` where a dimension does not divide. Heads are the exception: an array
         whose heads do not divide is cut along ``embed`` instead, or is whole if that does not divide either. An array
-        whose vocabulary lies on an axis is not cut along ``embed`` over it.
+        whose vocabulary lies on an axis is not cut along ``embed`` over it. Axes with one shard are left out.
         """
         rules = dict(self.rules)
         entries = [rules.get(axis, ()) if axis is not None else () for axis in logical]
@@ -263,7 +263,8 @@ class MeshLayout:
                         f"{mesh_axis!r}; one array can use an axis once."
                     )
                 seen[mesh_axis] = axis
-        return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries))
+        shared = [tuple(a for a in e if self.sizes[a] != 1) for e in entries]
+        return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in shared))
 
 
 REPLICATED: Spec = PartitionSpec()

@@ -333,8 +333,9 @@ def test_stored_rows_may_be_those_of_another_model(rows):
     expected = load_params(decoder(plain), llama.rules(plain), sliced, mapper)
     batch = batch_of(vocab=tokens)
     found, found_plain = runner(config, "dp2_tp4")(params, batch), runner(plain, "dp2_tp4")(expected, batch)
-    np.testing.assert_array_equal(found[0], found_plain[0])
-    np.testing.assert_array_equal(found[1][..., :tokens], found_plain[1][..., :tokens])
+    scale = np.abs(found_plain[1]).max()  # the compiler may add up another number of rows in another order
+    np.testing.assert_allclose(found[0], found_plain[0], rtol=1e-5, atol=1e-6 * np.abs(found_plain[0]).max())
+    np.testing.assert_allclose(found[1][..., :tokens], found_plain[1][..., :tokens], rtol=1e-5, atol=1e-6 * scale)
     assert config.tokens == plain.tokens == tokens
     back = dict(export_params(params, llama.rules(config)))
     assert back.keys() == sliced.keys()

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 from tiny import tiny_run
 
+from spmd_distill.collectives import axis_index
 from spmd_distill.head.base import logits_of
 from spmd_distill.loading import open_checkpoint
 from spmd_distill.mappers import make_mapper
@@ -25,7 +26,7 @@ def our_logits(folder, tokens: np.ndarray, mesh: str) -> np.ndarray:
 
     def body(params, batch):
         out = model.apply(params, batch, Shard(layout, jnp.dtype("float32")))
-        return logits_of(out, out.hidden, jax.lax.axis_index("model") * out.unembed.shape[0])[0]
+        return logits_of(out, out.hidden, axis_index("model") * out.unembed.shape[0])[0]
 
     rows = layout.spec(("batch", None))
     run = mapper.map(body, (model.specs(layout), Batch(*(rows,) * 5)), layout.spec(("batch", "vocab")))
