@@ -19,9 +19,10 @@ def main() -> None:
     parser.add_argument("--remat", default="none")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--vocab", type=int, default=Workload.vocab)
+    parser.add_argument("--budget", type=int, default=None, help="memory of the head's chunks, in MiB")
     options = parser.parse_args()
     channel, work = Channel(), Workload(options.vocab)
-    step = Step(work, options.layout, options.remat)
+    step = Step(work, options.layout, options.remat, options.budget)
     channel.say(step.facts())
     if not options.compile_only:
         step.prepare()
@@ -32,12 +33,13 @@ def main() -> None:
 class Step:
     """The step, compiled from shapes alone; `prepare` makes what it needs to run."""
 
-    def __init__(self, work: Workload, layout: str, remat: str):
+    def __init__(self, work: Workload, layout: str, remat: str, budget: int | None = None):
         import jax
         import numpy as np
         import optax
 
         from spmd_distill.divergences import ForwardKL
+        from spmd_distill.head import FusedHead
         from spmd_distill.mappers import make_mapper
         from spmd_distill.models import decoder
         from spmd_distill.objective import Objective
@@ -50,7 +52,8 @@ class Step:
         student, teacher = (decoder(_config(work, s, r)) for s, r in ((work.student, remat), (work.teacher, "none")))
         objective = Objective.mix(ForwardKL(), work.alpha, work.temperature)
         mapper = make_mapper("shard_map", layout)
-        self.run_ = Distillation(student, OnlineTeacher(teacher), objective, mapper)
+        head = FusedHead(memory_budget=None if budget is None else budget * 2**20)
+        self.run_ = Distillation(student, OnlineTeacher(teacher), objective, mapper, head)
         self.tx = optax.adamw(work.learning_rate)
 
         def described(shapes: Any, specs: Any) -> Any:
