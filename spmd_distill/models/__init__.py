@@ -7,8 +7,8 @@ from spmd_distill.models.base import Model as Model
 from spmd_distill.models.base import Shard as Shard
 from spmd_distill.models.decoder import DecoderConfig as DecoderConfig
 from spmd_distill.models.decoder import decoder as decoder
-from spmd_distill.models.naming import export_params as export_params
-from spmd_distill.models.naming import load_params as load_params
+from spmd_distill.models.transfer import export_params as export_params
+from spmd_distill.models.transfer import load_params as load_params
 
 __all__ = ["llama"]
 
