@@ -119,7 +119,7 @@ def random_weights(name: str, tied: bool) -> dict[str, np.ndarray]:
     return {key: rng.normal(size=shape).astype(np.float32) for key, shape in shapes.items()}
 
 
-def converted(name: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def converted(name: str, weights: dict[str, np.ndarray], head: int = HEAD) -> dict[str, np.ndarray]:
     """What llama.cpp's converter makes of Hugging Face weights."""
     code = next(code for code, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     names = gguf.get_tensor_name_map(code, COUNT.get(name, 2))
@@ -128,8 +128,8 @@ def converted(name: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray
         if name.startswith("gemma") and key.endswith("norm.weight"):
             weight = weight + 1
         if name == "llama" and key.split(".")[-2] in ("q_proj", "k_proj"):
-            order = [channel for i in range(HEAD // 2) for channel in (i, i + HEAD // 2)]
-            weight = np.concatenate([weight[first:][order] for first in range(0, len(weight), HEAD)])
+            order = [channel for i in range(head // 2) for channel in (i, i + head // 2)]
+            weight = np.concatenate([weight[first:][order] for first in range(0, len(weight), head)])
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
         tensors[stored] = weight
