@@ -1,9 +1,4 @@
-"""One text tokenizer for teachers and students, from a Hugging Face folder or rebuilt from a GGUF file.
-
-A GGUF file holds vocabulary, merges and token kinds, but only the NAME of the rule that splits text before
-the merges. The rule changes the ids (``smollm`` splits every digit off), so a name without a known rule is
-refused.
-"""
+"""One text tokenizer for teachers and students, and its Hugging Face folder."""
 
 import hashlib
 import json
@@ -13,14 +8,14 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer
 
 from spmd_distill.errors import UserError
 from spmd_distill.interop.chat import render_chat
-from spmd_distill.interop.gguf import GGUF
 from spmd_distill.interop.huggingface import listing, read_json
 
-_ROLES = ("bos", "eos", "pad", "unk")
+ROLES = ("bos", "eos", "pad", "unk")
+"""What a model may have a token for: beginning and end of a text, padding, what it has no token for."""
 
 
 class TextTokenizer:
@@ -47,7 +42,7 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._roles = {role: roles[role] for role in _ROLES if role in roles}
+        self._roles = {role: roles[role] for role in ROLES if role in roles}
         self.chat_template = chat_template
         self.source = source
         for role, token in self._roles.items():
@@ -114,6 +109,11 @@ class TextTokenizer:
         """The control tokens and their ids, by id."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in sorted(added.items()) if token.special}
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """``bos``, ``eos``, ``pad``, ``unk`` -> token string; what the model lacks is left out."""
+        return dict(self._roles)
 
     @property
     def bos_id(self) -> int | None:
@@ -202,7 +202,7 @@ def tokenizer_from_folder(folder: str | os.PathLike[str]) -> TextTokenizer:
         raise UserError(f"{path}: is not a tokenizer ({error}), expected a tokenizers JSON. Fetch it again.") from None
     settings = read_json(folder / "tokenizer_config.json")
     roles = {}
-    for role in _ROLES:
+    for role in ROLES:
         token = settings.get(f"{role}_token")
         if token is not None:
             roles[role] = token["content"] if isinstance(token, dict) else token
@@ -213,73 +213,3 @@ def tokenizer_from_folder(folder: str | os.PathLike[str]) -> TextTokenizer:
     if beside.exists():
         template = beside.read_text(encoding="utf-8")
     return TextTokenizer(tokenizer, roles, template, str(folder))
-
-
-def tokenizer_from_gguf(gguf: GGUF) -> TextTokenizer:
-    """Rebuild the byte-level BPE tokenizer of a GGUF file, exact to the id.
-
-    Raises `UserError` for another kind of tokenizer, for a pre-tokenizer whose rule is not known here (naming
-    the known ones), and for vocabulary or merges that contradict each other.
-    """
-    kind = gguf.get("tokenizer.ggml.model", str)
-    if kind != "gpt2":
-        raise UserError(f"{gguf.path}: its tokenizer is {kind!r}, supported is 'gpt2' (byte-level BPE). {_FOLDER}")
-    rule = gguf.get("tokenizer.ggml.pre", str, "default")
-    if rule not in _SPLITTERS:
-        raise UserError(
-            f"{gguf.path}: its pre-tokenizer is {rule!r}, supported are {', '.join(sorted(_SPLITTERS))}; "
-            f"another rule would give other ids. {_FOLDER}"
-        )
-    tokens = gguf.get("tokenizer.ggml.tokens", list)
-    tokenizer = Tokenizer(_bpe(gguf, tokens))
-    tokenizer.pre_tokenizer = _SPLITTERS[rule]()
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = gguf.get("tokenizer.ggml.token_type", list, [])
-    for token, code in zip(tokens, kinds, strict=False):
-        if code == _CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif code == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False)])
-    roles = {}
-    for role, key in zip(_ROLES, ("bos", "eos", "padding", "unknown"), strict=True):
-        number = gguf.get(f"tokenizer.ggml.{key}_token_id", int, None)
-        if number is not None and not 0 <= number < len(tokens):
-            raise UserError(
-                f"{gguf.path}: its {role} token has id {number}, expected less than {len(tokens)}. Convert it again."
-            )
-        if number is not None:
-            roles[role] = tokens[number]
-    if gguf.get("tokenizer.ggml.add_bos_token", bool, False) and "bos" in roles:
-        bos = roles["bos"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
-        )
-    return TextTokenizer(tokenizer, roles, gguf.get("tokenizer.chat_template", str, None), str(gguf.path))
-
-
-def _bpe(gguf: GGUF, tokens: list[str]) -> models.BPE:
-    merges = [tuple(merge.split(" ")) for merge in gguf.get("tokenizer.ggml.merges", list)]
-    ids = {token: number for number, token in enumerate(tokens)}
-    if len(ids) != len(tokens):
-        twice = next(token for number, token in enumerate(tokens) if ids[token] != number)
-        raise UserError(f"{gguf.path}: token {twice!r} is there twice, expected once. Fetch or convert the file again.")
-    for rank, merge in enumerate(merges):
-        if len(merge) != 2 or not {*merge, "".join(merge)} <= ids.keys():
-            raise UserError(
-                f"{gguf.path}: merge {rank} is {' '.join(merge)!r}, expected two tokens of the vocabulary "
-                "that make a third. Fetch or convert the file again."
-            )
-    return models.BPE(vocab=ids, merges=merges)
-
-
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-def _smollm() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-_SPLITTERS = {"default": _gpt2, "gpt-2": _gpt2, "smollm": _smollm}
-_CONTROL, _USER_DEFINED = 3, 4  # kinds of token, in llama.cpp's numbering
-_FOLDER = "Give the model's Hugging Face folder (tokenizer.json) instead."

@@ -306,16 +306,18 @@ def test_user_defined_tokens_are_whole_and_not_special(as_gguf, plain):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"ggml.model": "llama"}, r"its tokenizer is 'llama', supported is 'gpt2' \(byte-level BPE\)"),
+        ({"ggml.model": "bert"}, r"its tokenizer is 'bert', supported are 'gpt2' \(byte-level BPE\) and 'llama'"),
         ({"ggml.model": None}, "'tokenizer.ggml.model' is missing"),
         (
-            {"ggml.pre": "qwen2"},
-            "its pre-tokenizer is 'qwen2', supported are default, gpt-2, smollm; another rule",
+            {"ggml.pre": "falcon"},
+            "its pre-tokenizer is 'falcon', supported are dbrx, default, gpt-2, llama-bpe, .*; another rule",
         ),
         ({"ggml.tokens": None}, "'tokenizer.ggml.tokens' is missing, expected list"),
-        ({"ggml.tokens": ["a", "b", "a"], "ggml.merges": ["a b"]}, "token 'a' is there twice"),
-        ({"ggml.tokens": ["a", "b"], "ggml.merges": ["a b"]}, "merge 0 is 'a b', expected two tokens"),
-        ({"ggml.tokens": ["a", "b", "ab"], "ggml.merges": ["ab"]}, "merge 0 is 'ab', expected two tokens"),
+        ({"ggml.tokens": ["a", "b", "a"]}, "token 'a' is there twice"),
+        ({"ggml.tokens": ["a", "b"]}, "'tokenizer.ggml.token_type' has 300 entries for 2 tokens"),
+        ({"ggml.merges": [1, 2]}, "'tokenizer.ggml.merges' holds 1, expected only str"),
+        ({"ggml.merges": ["a q"]}, "merge 0 is 'a q', expected two tokens"),
+        ({"ggml.merges": ["the"]}, "merge 0 is 'the', expected two tokens"),
         ({"ggml.eos_token_id": 300}, "its eos token has id 300, expected less than 300"),
     ],
 )
