@@ -1,6 +1,7 @@
 """From a run file to the parts of a run: mapper, teacher, student, objective, optimizer."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,7 +64,7 @@ def set_up(config: RunConfig, say: Say = lambda message: None) -> Setup:
     check_batch(config, mapper)
     checkpoint = open_checkpoint(config.teacher.path, types.teacher, say)
     layers = student_layers(config, checkpoint.model.config.layers)
-    student = build_student(config, checkpoint.model, len(layers))
+    student = build_student(config, checkpoint.model, layers)
     for model in (checkpoint.model, student):
         model.specs(mapper.layout)  # says now what does not fit
     sizes = checkpoint.tokenizer.vocab_size, checkpoint.model.config.tokens, student.config.tokens
@@ -126,13 +127,12 @@ def student_layers(config: RunConfig, depth: int) -> tuple[int, ...]:
     return tuple(int(i) for i in np.linspace(0, depth - 1, config.student.depth).round())
 
 
-def build_student(config: RunConfig, teacher: Model, layers: int) -> Model:
-    """A decoder like the teacher with fewer layers."""
+def build_student(config: RunConfig, teacher: Model, layers: Sequence[int]) -> Model:
+    """A decoder made of some of the teacher's layers."""
     student = config.student
     return decoder(
         replace(
-            teacher.config,
-            layers=layers,
+            teacher.config.of_layers(layers),
             dropout=student.dropout,
             remat=student.remat,
             param_dtype=config.precision.student,
@@ -162,7 +162,7 @@ def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def build_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global gradient norm; norm scales are not decayed."""
+    """AdamW behind a clip of the global gradient norm; norm scales and biases are not decayed."""
     adamw = optax.adamw(
         schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=decayed
     )
@@ -170,5 +170,7 @@ def build_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.
 
 
 def decayed(params: Any) -> Any:
-    """Which parameters weight decay applies to: all but the scales of norms."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: getattr(path[-1], "key", "") != "scale", params)
+    """Which parameters weight decay applies to: all but the scales of norms and the biases."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not str(getattr(path[-1], "key", "")).endswith(("scale", "bias")), params
+    )

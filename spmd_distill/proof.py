@@ -125,9 +125,13 @@ def _parts(config: RunConfig | None, held: str) -> tuple[Model, Model, Any]:
         teacher = DecoderConfig(width=32, heads=9, kv_heads=3, mlp=24, tied=False, **sizes)
         return decoder(student), decoder(teacher), build_objective(replace(RunConfig().objective, temperature=2.0))
     setup = set_up(replace(config, mesh="single", mapper="vmap"))
-    cut = {"layers": 2, "param_dtype": held}
     student, teacher = setup.run.student.config, setup.run.teacher.model.config
-    return decoder(replace(student, **cut)), decoder(replace(teacher, **cut)), setup.run.objective
+
+    def cut(sizes: Any) -> Model:
+        two = sizes.of_layers((0, sizes.layers - 1)) if sizes.layers > 1 else sizes
+        return decoder(replace(two, param_dtype=held))
+
+    return cut(student), cut(teacher), setup.run.objective
 
 
 def _batches(vocab_size: int, rows: int) -> list[Batch]:

@@ -53,13 +53,16 @@ class Shard:
         return copy_to(parameter, "model") if self.layout.sequence_sharded else parameter
 
     def materialise(self, params: Params, uses: Any) -> Params:
-        """Parameters as a layer uses them: matrices in compute type, whole along ``embed``, gathered if need be."""
+        """Parameters as a layer uses them: matrices in compute type, whole along ``embed``, gathered if need be.
+
+        Scales and biases stay in the type they are stored in.
+        """
 
         def one(use: Use, x: jax.Array) -> jax.Array:
-            if x.ndim == 1:
-                return x
             if use.partial:
                 x = copy_to(x, "model")
+            if use.vector:
+                return x
             if use.gather_axes:
                 return gather_param(x, use.gather_axes, x.ndim - use.from_end, self.dtype)
             return x.astype(self.dtype)
@@ -77,6 +80,8 @@ class Use:
     """Which dimension that is, counted from the last (1), so that stacked layers make no difference."""
     partial: bool
     """Every shard of ``model`` holds the whole and uses a part (its heads could not be cut): gradients are summed."""
+    vector: bool
+    """It has no ``embed`` dimension: a scale or a bias."""
 
 
 def declare(
@@ -126,8 +131,9 @@ class Model:
             cut = spec_axes(spec, x.ndim)
             dim = axes.index("embed") if "embed" in axes else x.ndim - 1
             gathered = cut[dim] if "embed" in axes else ()
-            partial = "heads" in "".join(axes) and layout.sizes["model"] > 1 and "model" not in sharded_axes(spec)
-            return Use(gathered, x.ndim - dim, partial)
+            of_heads = "heads" in axes or "kv_heads" in axes
+            partial = of_heads and layout.sizes["model"] > 1 and "model" not in sharded_axes(spec)
+            return Use(gathered, x.ndim - dim, partial, "embed" not in axes)
 
         return jax.tree.map(one, self.abstract, self.axes, self.specs(layout))
 
@@ -137,7 +143,16 @@ class Model:
         ``dropout_key`` turns dropout on; the same key gives the same masks on every layout.
         """
         module: Any = nnx.merge(self._graphdef, params)
-        return module(batch, shard, self.uses(shard.layout), dropout_key)
+        return module(batch, shard, self.uses(shard.layout), dropout_key)[0]
+
+    def apply_cached(self, params: Params, batch: Batch, shard: Shard, cache: Any) -> tuple[Unembedded, Any]:
+        """As `apply` with the tokens that ``cache`` remembers before these; the cache with these comes too.
+
+        The first call on an empty cache takes rows of any length, all later ones too. Not under a layout that cuts the
+        sequence.
+        """
+        module: Any = nnx.merge(self._graphdef, params)
+        return module(batch, shard, self.uses(shard.layout), None, cache)
 
     @property
     def parameter_count(self) -> int:

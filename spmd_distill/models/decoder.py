@@ -1,6 +1,5 @@
-"""A pre-norm decoder: embedding, a scan over stacked layers, a final norm; it stops before the vocabulary matmul."""
+"""A decoder: embedding, a scan over stacked layers, a final norm; it stops before the vocabulary matmul."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,100 +7,48 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd_distill.collectives import collect_from, vary_like
-from spmd_distill.errors import UserError
-from spmd_distill.models.attention import ATTENDED
-from spmd_distill.models.base import SUMMED, Model, Shard, Use, declare, dropout_factors, token_keys
-from spmd_distill.models.layers import Attention, RMSNorm, SwiGLU, embed_tokens, rotation_of
+from spmd_distill.models.attention import Window
+from spmd_distill.models.base import Model, Shard, Use, declare, dropout_factors, token_keys
+from spmd_distill.models.cache import Cache, LayerCache
+from spmd_distill.models.config import REMAT_POLICIES, DecoderConfig
+from spmd_distill.models.layers import Attention, GatedMLP, RMSNorm, embed_tokens
+from spmd_distill.models.rope import Rotation, rotation_of
 from spmd_distill.types import Batch, LogitTransform, Unembedded
 
-VOCAB_MULTIPLE = 128
-"""Rows of the embedding are padded to a multiple of this: cut evenly by any mesh, and the same in every checkpoint."""
-
-_SENT = jax.checkpoint_policies.save_only_these_names(SUMMED, ATTENDED)
-REMAT_POLICIES: dict[str, Any] = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "sums": _SENT,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        _SENT, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    ),
-}
-"""What a layer's forward pass keeps for its backward pass, by the name run files use: everything; only its input; its
-input, what attention returned and the sums over shards, so that nothing but parameters is sent again; these and the
-results of its matmuls."""
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes of a decoder. Raises `UserError` where they do not fit together."""
-
-    vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    tied: bool = True
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    max_length: int = 2048
-    dropout: float = 0.0
-    remat: str = "none"
-    attention_block: int = 512
-    """Queries whose scores are alive at a time; a setting of memory and speed, not of the model."""
-    param_dtype: str = "float32"
-    init_std: float = 0.02
-    family: str = "llama"
-    vocab_rows: int | None = None
-    """Rows of embedding and unembedding as stored, where another model's must line up with them; null pads
-    ``vocab_size``. Fewer than ``vocab_size`` cut the tokens from there on out of the model."""
-
-    def __post_init__(self):
-        """Check the sizes."""
-        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp", "attention_block"):
-            if getattr(self, name) < 1:
-                raise UserError(f"Decoder: {name} is {getattr(self, name)}; it must be at least 1.")
-        if self.vocab_rows is not None and self.vocab_rows < 1:
-            raise UserError(f"Decoder: vocab_rows is {self.vocab_rows}; it must be at least 1, or null.")
-        if self.heads % self.kv_heads:
-            raise UserError(
-                f"Decoder: {self.heads} query heads cannot share {self.kv_heads} key/value heads evenly; heads must "
-                f"be a multiple of kv_heads."
-            )
-        if self.head_dim % 2:
-            raise UserError(f"Decoder: head_dim is {self.head_dim}; rotary positions need an even number.")
-        if self.remat not in REMAT_POLICIES:
-            raise UserError(f"Decoder: unknown remat {self.remat!r}; expected one of {', '.join(REMAT_POLICIES)}.")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"Decoder: dropout is {self.dropout}; expected 0 <= dropout < 1.")
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding as stored."""
-        return self.vocab_rows or -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-    @property
-    def tokens(self) -> int:
-        """Tokens it has rows for: ``vocab_size``, or ``vocab_rows`` where these are fewer."""
-        return min(self.vocab_size, self.padded_vocab)
+_NO_WINDOW = 2**30
+"""For the layers that see everything, in a scan over layers of which others have a window."""
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each behind a norm and inside a residual; ``stack`` layers of them in one module."""
+    """Attention and MLP, each with its norms and inside a residual; ``stack`` layers of them in one module."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, stack: int | None = None):
-        self.attention_norm = RMSNorm(config, rngs, stack)
-        self.attention = Attention(config, rngs, stack)
-        self.mlp_norm = RMSNorm(config, rngs, stack)
-        self.mlp = SwiGLU(config, rngs, stack)
+        self.norms = config.norms
+        self.attention, self.mlp = Attention(config, rngs, stack), GatedMLP(config, rngs, stack)
+        if config.norms != "after":
+            self.attention_norm, self.mlp_norm = RMSNorm(config, rngs, stack), RMSNorm(config, rngs, stack)
+        if config.norms != "before":
+            self.attention_post_norm, self.mlp_post_norm = RMSNorm(config, rngs, stack), RMSNorm(config, rngs, stack)
 
-    def __call__(self, h, rotation, segments, factors, shard: Shard):
+    def __call__(
+        self,
+        h: jax.Array,
+        rotation: Rotation,
+        segments: jax.Array,
+        factors: jax.Array | None,
+        shard: Shard,
+        window: Window,
+        cache: LayerCache | None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         """One layer: ``h [B, Llocal, D]`` in and out; ``factors`` multiply the two residual branches (dropout)."""
-        x = shard.leave(self.attention(shard.enter(self.attention_norm(h, shard)), rotation, segments, shard))
+        x = shard.enter(h if self.norms == "after" else self.attention_norm(h, shard))
+        x, cache = self.attention(x, rotation, segments, shard, window, cache)
+        x = shard.leave(x)
+        x = x if self.norms == "before" else self.attention_post_norm(x, shard)
         h = h + (x if factors is None else x * factors[0])
-        x = shard.leave(self.mlp(shard.enter(self.mlp_norm(h, shard))))
-        return h + (x if factors is None else x * factors[1])
+        x = shard.leave(self.mlp(shard.enter(h if self.norms == "after" else self.mlp_norm(h, shard))))
+        x = x if self.norms == "before" else self.mlp_post_norm(x, shard)
+        return h + (x if factors is None else x * factors[1]), cache
 
 
 class Decoder(nnx.Module):
@@ -117,37 +64,68 @@ class Decoder(nnx.Module):
         if not config.tied:
             self.unembed = declare(rngs, init, table, ("vocab", "embed"), config.param_dtype, None)
 
-    def __call__(self, batch: Batch, shard: Shard, uses: Any, dropout_key: jax.Array | None = None) -> Unembedded:
-        """See `Model.apply`."""
+    def __call__(
+        self, batch: Batch, shard: Shard, uses: Any, dropout_key: jax.Array | None = None, cache: Cache | None = None
+    ) -> tuple[Unembedded, Cache | None]:
+        """See `Model.apply` and `Model.apply_cached`."""
         config = self.config
-        table = self._table(self.embed, shard, uses["embed"])
+        h, table = embed_tokens(self._table(self.embed, shard, uses["embed"]), batch.tokens, shard)
         unembed = table if config.tied else self._table(self.unembed, shard, uses["unembed"])
-        rotation = rotation_of(batch.positions, config.head_dim, config.rope_theta, shard.dtype)
-        h = embed_tokens(table, batch.tokens, shard)
+        if config.embed_scale != 1:
+            h = h * jnp.asarray(config.embed_scale, h.dtype)
+        rotation_in, window_in = self._places(batch.positions, shard)
         keys = None
         if dropout_key is not None and config.dropout > 0:
             keys = token_keys(dropout_key, h.shape[0], h.shape[1], shard)
 
         graphdef, stacked = nnx.split(self.layers)
 
-        def layer(h: jax.Array, xs: Any) -> tuple[jax.Array, None]:
-            number, params = xs
+        def layer(h: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
+            number, params, memory = xs
             block: Any = nnx.merge(graphdef, shard.materialise(params, uses["layers"]))
             factors = None
             if keys is not None:
                 factors = dropout_factors(keys, number, 2, config.dropout, config.width, shard.dtype)
-            return block(h, rotation, batch.segments, factors, shard), None
+            before = None if cache is None else cache.layer(*memory)
+            h, after = block(h, rotation_in(number), batch.segments, factors, shard, window_in(number), before)
+            return h, None if after is None else (after.k, after.v)
 
         if (policy := REMAT_POLICIES[config.remat]) is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        stacked = nnx.to_pure_dict(stacked)
-        h, _ = jax.lax.scan(layer, vary_like(h, batch.tokens), (jnp.arange(config.layers), stacked))
+        memories = None if cache is None else (cache.k, cache.v)
+        layers = (jnp.arange(config.layers), nnx.to_pure_dict(stacked), memories)
+        h, written = jax.lax.scan(layer, vary_like(h, batch.tokens), layers)
 
         h = self.norm(h, shard)
         if shard.layout.sequence_sharded:  # a head sees all tokens of its rows on every shard of model
             whole: Any = collect_from(h, "model", 1)
             h = whole
-        return Unembedded(h.reshape(-1, config.width), unembed, LogitTransform(config.tokens))
+        transform = LogitTransform(config.tokens, softcap=config.logit_softcap)
+        out = Unembedded(h.reshape(-1, config.width), unembed, transform)
+        if cache is None or written is None:
+            return out, None
+        return out, cache.after(written[0], written[1], batch.segments)
+
+    def _places(self, positions: jax.Array, shard: Shard) -> tuple[Any, Any]:
+        """Two functions of a layer's number: its rotation and its window."""
+        config, wide, near = self.config, None, None
+        local, window = jnp.asarray(config.is_local), config.window or _NO_WINDOW
+        if not all(config.is_local) or config.local_rope is None:
+            wide = rotation_of(positions, config.head_dim, config.rope, shard.dtype)
+        if any(config.is_local) and config.local_rope is not None:
+            near = rotation_of(positions, config.head_dim, config.local_rope, shard.dtype)
+
+        def rotation_in(number: jax.Array) -> Any:
+            if wide is None or near is None:
+                return near if wide is None else wide
+            return tuple(jnp.where(local[number], a, b) for a, b in zip(near, wide, strict=True))
+
+        def window_in(number: jax.Array) -> Window:
+            if all(config.is_local):
+                return config.window
+            return jnp.where(local[number], window, _NO_WINDOW) if any(config.is_local) else None
+
+        return rotation_in, window_in
 
     @staticmethod
     def _table(parameter: nnx.Param, shard: Shard, use: Use) -> jax.Array:
