@@ -3,14 +3,15 @@
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from spmd_distill.build import Setup
-from spmd_distill.compose import describe_terms
+from spmd_distill.compose import describe, describe_terms
 from spmd_distill.generate import continue_greedily
-from spmd_distill.interop import save_huggingface
-from spmd_distill.metrics import perplexity
-from spmd_distill.models import export_params
+from spmd_distill.interop import ModelCard
+from spmd_distill.metrics import perplexity, results_table
+from spmd_distill.pretrained import save_pretrained
 from spmd_distill.runfolder import RunFolder
 from spmd_distill.types import Params
 
@@ -33,15 +34,46 @@ def samples(setup: Setup, teacher: Params, student: Params) -> list[dict[str, st
     return found
 
 
-def export_student(setup: Setup, params: Params, folder: RunFolder) -> None:
-    """Write ``student/``: config, weights and tokenizer, as transformers loads them."""
-    family, model = setup.checkpoint.family, setup.run.student
-    save_huggingface(
+def export_student(
+    setup: Setup, params: Params, folder: RunFolder, before: Mapping[str, float], after: Mapping[str, float]
+) -> None:
+    """Write ``student/``: config, weights, tokenizer and card, as transformers loads them."""
+    save_pretrained(
         folder.student,
-        family.config_to_huggingface(model.config, setup.checkpoint.huggingface_config),
-        export_params(params, family.rules(model.config)),
-        setup.checkpoint.tokenizer,
+        setup.run.student,
+        params,
+        like=setup.checkpoint,
+        card=describe_run(setup, folder.path.name, before, after),
         overwrite=True,
+    )
+
+
+def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> ModelCard:
+    """The card of a run's student. Files are named without their folders: a card is published."""
+    config, run, source = setup.config, setup.run, setup.checkpoint.source
+    names, *figures = ([str(cell) for cell in column.cells] for column in results_table(before, after).columns)
+    return ModelCard(
+        title=title,
+        teacher={
+            "model": source.repository or source.path.name,
+            "layers": run.teacher.model.config.layers,
+            "parameters": f"{run.teacher.model.parameter_count:,}",
+        },
+        student={
+            "layers of the teacher that it started from": setup.layers,
+            "parameters": f"{run.student.parameter_count:,}",
+            "type": run.student.config.param_dtype,
+        },
+        data={
+            "training text": [Path(name).name for name in config.data.train],
+            "tokens of a row": config.data.length,
+            "rows of a step": config.data.rows * config.data.micro_batches,
+            "steps": config.steps,
+        },
+        objective=describe(run.objective),
+        results={
+            name: dict(zip(("before", "after"), row, strict=True)) for name, *row in zip(names, *figures, strict=True)
+        },
     )
 
 

@@ -5,15 +5,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from spmd_distill.assets import fetch_demo_assets
 from spmd_distill.data import Document, Rows, check_vocabulary, demo_documents, pack, read_documents, split_documents
 from spmd_distill.errors import UserError
 from spmd_distill.interop import (
+    CARD,
+    GGUF,
     TextTokenizer,
     Weights,
+    fetch_from_hub,
     gguf_to_huggingface,
+    hub_id_of,
+    is_hub_id,
     open_gguf,
     open_huggingface,
+    read_front_matter,
     tokenizer_from_folder,
     tokenizer_from_gguf,
 )
@@ -23,8 +31,29 @@ from spmd_distill.types import Params
 
 DEMO = "demo"
 """The name that stands for the demo's own teacher and text."""
+_DEMO_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+PARAM_DTYPES = ("float16", "bfloat16", "float32", "float64")
+"""What parameters may be held in."""
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from."""
+
+    name: str
+    """As it was asked for: a path, a hub id or ``demo``."""
+    path: Path
+    """Its folder or file on this machine."""
+    repository: str | None = None
+    """Its id on the Hugging Face hub, where that is known."""
+    license: str | None = None
+    """As its own card or metadata says."""
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -36,37 +65,107 @@ class Checkpoint:
     huggingface_config: dict[str, Any]
     tokenizer: TextTokenizer
     weights: Weights
+    source: Source
 
-    def load(self, mapper: AbstractMapper) -> Params:
-        """Read the weights straight into the shards of ``mapper``."""
-        rules = self.family.rules(self.model.config)
-        return load_params(self.model, rules, self.weights, mapper, source=self.weights.source)
+    def load(self, mapper: AbstractMapper, layers: Sequence[int] | None = None) -> Params:
+        """Read the weights straight into the shards of ``mapper``; with ``layers``, only those, for `of_layers`."""
+        model = self.model if layers is None else self.of_layers(layers)
+        rules = self.family.rules(model.config)
+        return load_params(model, rules, self.weights, mapper, layers, source=self.weights.source)
+
+    def of_layers(self, layers: Sequence[int]) -> Model:
+        """The model made of these layers of it, in order; raise `UserError` for one it does not have."""
+        depth = self.model.config.layers
+        if not layers or any(not 0 <= i < depth for i in layers):
+            raise UserError(f"{self.source}: layers {list(layers)} were asked for; expected some of 0 to {depth - 1}.")
+        return decoder(self.model.config.of_layers(layers))
 
 
-def open_checkpoint(path: str, param_dtype: str = "float32", say: Say = lambda message: None) -> Checkpoint:
-    """Open a GGUF file, a Hugging Face folder, or the demo's teacher.
+def find_source(
+    name: str | Path, download: bool = False, revision: str | None = None, say: Say = lambda message: None
+) -> Source:
+    """Find a Hugging Face folder, a GGUF file, the demo's teacher (``demo``) or, with ``download``, a hub's model.
 
-    Raises `UserError` for a missing, damaged or foreign file and for an architecture without a family here.
+    What lies on this machine under that name comes first. Raises `UserError` where nothing is found.
     """
-    file = fetch_demo_assets(progress=say).teacher if path == DEMO else Path(path)
+    name = str(name)
+    path = Path(name).expanduser()
+    if name == DEMO:
+        return Source(name, fetch_demo_assets(progress=say).teacher, _DEMO_REPOSITORY)
+    if path.exists():
+        if revision is not None:
+            raise UserError(f"{name}: is on this machine, so revision {revision!r} cannot be taken; leave it out.")
+        return Source(name, path, hub_id_of(path.resolve()))
+    if not is_hub_id(name):
+        raise UserError(f"{name}: no such file or folder, expected a Hugging Face folder or a GGUF file.")
+    if not download:
+        raise UserError(
+            f"{name}: no such file or folder. If it is a model of the Hugging Face hub, fetch it with "
+            f"`hf download {name} --local-dir FOLDER` and give FOLDER, or call load_pretrained({name!r}, "
+            f"download=True)."
+        )
+    say(f"downloading {name} from the Hugging Face hub")
+    return Source(name, fetch_from_hub(name, revision), name)
+
+
+def open_checkpoint(
+    path: str | Path | Source, param_dtype: str = "float32", say: Say = lambda message: None
+) -> Checkpoint:
+    """Open a GGUF file, a Hugging Face folder, or the demo's teacher; no weight is read yet.
+
+    Raises `UserError` for a missing, damaged or foreign file, for an architecture without a family here, and for a
+    ``param_dtype`` that parameters cannot have.
+    """
+    if param_dtype not in PARAM_DTYPES:
+        raise UserError(f"param_dtype is {param_dtype!r}; expected one of {', '.join(PARAM_DTYPES)}.")
+    if param_dtype == "float64" and not jax.config.read("jax_enable_x64"):
+        raise UserError(
+            'param_dtype is float64, which JAX has to be set to: jax.config.update("jax_enable_x64", True).'
+        )
+    source = path if isinstance(path, Source) else find_source(path, say=say)
+    file = source.path
     if file.is_dir():
         config, weights = open_huggingface(file)
         tokenizer = tokenizer_from_folder(file)
+        licence = _licence_of_folder(file)
     else:
         gguf = open_gguf(file)
         config, weights = gguf_to_huggingface(gguf)
         tokenizer = tokenizer_from_gguf(gguf)
+        licence = gguf.get("general.license", str, None)
+        source = replace(source, repository=source.repository or _repository_of_gguf(gguf))
     name = (config.get("architectures") or ["(none)"])[0]
     if name not in FAMILIES:
         raise UserError(f"{file}: architecture {name!r} is not supported; known are {', '.join(FAMILIES)}.")
     family = FAMILIES[name]
-    sizes = replace(family.config_from_huggingface(config), param_dtype=param_dtype)
+    try:
+        sizes = replace(family.config_from_huggingface(config), param_dtype=param_dtype)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
     if tokenizer.vocab_size > sizes.vocab_size:
         raise UserError(
             f"{file}: its tokenizer has {tokenizer.vocab_size} tokens, its embedding only {sizes.vocab_size} rows. "
             f"Tokenizer and weights belong to different models."
         )
-    return Checkpoint(decoder(sizes), family, config, tokenizer, weights)
+    return Checkpoint(decoder(sizes), family, config, tokenizer, weights, replace(source, license=licence))
+
+
+def _licence_of_folder(folder: Path) -> str | None:
+    try:
+        text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = read_front_matter(text).get("license")
+    return found if isinstance(found, str) else None
+
+
+def _repository_of_gguf(gguf: GGUF) -> str | None:
+    hub = "https://huggingface.co/"
+    for key in ("general.source.repo_url", "general.repo_url"):
+        url = gguf.get(key, str, "")
+        if url.startswith(hub) and is_hub_id(url.removeprefix(hub)):
+            return url.removeprefix(hub)
+    return None
 
 
 def documents(

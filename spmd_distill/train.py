@@ -57,7 +57,7 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
         with progress.stage("continuing the prompts"):
             continued = samples(setup, teacher, result.state.params)
         with progress.stage("exporting the student"):
-            export_student(setup, result.state.params, folder)
+            export_student(setup, result.state.params, folder, result.before, result.after)
     summary = summarise(
         setup,
         result.before,

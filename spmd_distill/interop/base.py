@@ -1,7 +1,8 @@
-"""The one shape in which weights enter the library: named tensors, read one at a time."""
+"""The one shape in which weights enter the library: named tensors, read one at a time or a box at a time."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,11 @@ class Entry:
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray]
+    """Read it whole."""
+    view: Callable[[], Any] | None = None
+    """Something with a ``shape``, of which a tuple of slices reads that part; None where only the whole can be read."""
+    file: str | None = None
+    """The file it lies in, where the checkpoint has several."""
 
 
 class MissingTensorError(UserError, KeyError):
@@ -66,6 +72,18 @@ class Weights(Mapping[str, np.ndarray]):
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype that reading gives, without reading: the stored one, or float32 if quantised."""
         return self._entry(name).dtype
+
+    def view(self, name: str) -> Any:
+        """Return a tensor of which boxes (tuples of slices with a start and a stop) can be read, each from disk.
+
+        Where its format cannot be read in parts, that is the whole tensor as an array, read now and once.
+        """
+        entry = self._entry(name)
+        return self[name] if entry.view is None else entry.view()
+
+    def where(self, name: str) -> str:
+        """Return the file that holds a tensor, for error messages."""
+        return self._entry(name).file or self.source
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:

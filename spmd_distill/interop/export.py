@@ -14,13 +14,25 @@ from safetensors.numpy import save_file
 from spmd_distill.errors import UserError
 from spmd_distill.interop.tokenizer import TextTokenizer
 
-_OURS = {
-    "config.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
-}
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""What a tokenizer may consist of in a Hugging Face folder."""
+
+CARD = "README.md"
+"""The model card."""
+
+MARK = "<!-- Written by spmd_distill. -->"
+"""A line of every card of ours; a card without it is somebody's own, and its folder is never replaced."""
+
+_OURS = {"config.json", "generation_config.json", "model.safetensors.index.json", CARD, *TOKENIZER_FILES}
 
 
 def save_huggingface(
@@ -29,8 +41,9 @@ def save_huggingface(
     weights: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
     tokenizer: TextTokenizer | None = None,
     *,
+    files: Mapping[str, bytes | Path] | None = None,
     overwrite: bool = False,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: float = 5e9,
 ) -> Path:
     """Write config, weights and tokenizer in the form that ``transformers`` and the servers built on it load.
 
@@ -45,6 +58,8 @@ def save_huggingface(
         weights: Hugging Face names and arrays, row-major ``(out, in)``. Pairs are taken one by one, and at
             most ``max_shard_bytes`` (or one array) are held at a time.
         tokenizer: Adds the two tokenizer files and the ids of its special tokens.
+        files: More files of the folder by name, of those that a checkpoint consists of: their bytes, or a file to copy.
+            ``generation_config.json`` and ``tokenizer.json`` among them are taken instead of those made here.
         overwrite: Replace an earlier export. A folder with any file that no export writes is never touched.
         max_shard_bytes: Weights beyond that many bytes are split into several files with an index.
 
@@ -52,11 +67,15 @@ def save_huggingface(
         The folder, as an absolute path.
 
     Raises:
-        UserError: The folder may not be replaced, there are no weights, a name comes twice, or the tokenizer
-            has ids beyond the configured vocabulary.
+        UserError: The folder may not be replaced, there are no weights, a name comes twice, the tokenizer
+            has ids beyond the configured vocabulary, or a limit of bytes that is none.
     """
     target = Path(os.path.realpath(folder))
     _check_target(target, overwrite)
+    if not max_shard_bytes > 0:
+        raise UserError(f"{target}: max_shard_bytes is {max_shard_bytes}, expected more than 0, such as 5e9.")
+    files = dict(files or {})
+    assert not files.keys() - _OURS, files.keys() - _OURS
     settings = dict(config)
     if tokenizer is not None:
         _add_special_ids(settings, tokenizer, target)
@@ -69,8 +88,10 @@ def save_huggingface(
         _write_json(draft / "config.json", {**settings, "torch_dtype": dtype})
         ids = {key: settings[key] for key in _ID_KEYS if settings.get(key) is not None}
         _write_json(draft / "generation_config.json", {"_from_model_config": True, **ids})
-        if tokenizer is not None:
+        if tokenizer is not None and "tokenizer.json" not in files:
             tokenizer.save(draft)
+        for name, content in files.items():
+            (draft / name).write_bytes(content.read_bytes() if isinstance(content, Path) else content)
         for path in draft.iterdir():
             _settle(path, mode=(draft / "config.json").stat().st_mode)
         _swap(draft, target)
@@ -89,6 +110,8 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise UserError(f"{target}: is a file, expected a new folder to export into. Give another path.")
     names = sorted(entry.name for entry in target.iterdir())
     foreign = [name for name in names if name not in _OURS and not _is_shard(name)]
+    if CARD in names and MARK not in (target / CARD).read_text(encoding="utf-8", errors="replace"):
+        foreign.append(CARD)
     if foreign or (names and "config.json" not in names):
         raise UserError(
             f"{target}: holds {', '.join((foreign or names)[:3])}, which no export writes; expected a new or "
@@ -127,7 +150,7 @@ def _pairs(
         yield from weights
 
 
-def _write_weights(folder: Path, target: Path, pairs: Iterable[tuple[str, np.ndarray]], limit: int) -> str:
+def _write_weights(folder: Path, target: Path, pairs: Iterable[tuple[str, np.ndarray]], limit: float) -> str:
     """Write the shards and, for more than one, the index; return the dtype that most of the bytes have."""
     shards: list[list[str]] = []
     waiting: dict[str, np.ndarray] = {}

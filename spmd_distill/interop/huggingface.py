@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,8 @@ def open_huggingface(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], We
 
     Raises:
         UserError: The folder or one of its files is missing, truncated or malformed; the weights are pickled
-            (which can run code when read) or quantised. Names the file, what was found, what was expected and
-            the fix.
+            (which can run code when read), quantised, or only the change (adapter) of another model's. Names the
+            file, what was found, what was expected and the fix.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -51,21 +53,17 @@ def open_huggingface(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], We
             f"{folder}: is {found}, expected a checkpoint folder on this machine. Download the model and "
             "give its folder."
         )
+    whole = (folder / _WHOLE).exists() or (folder / _INDEX).exists()
+    if not whole:
+        _refuse_other_kinds(folder)
     config = read_json(folder / "config.json")
-    if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "an unnamed method")
-        raise UserError(f"{folder}: its weights are quantised by {method}, expected float weights. {_CONVERT}")
+    _refuse_quantised(folder, config)
     if "dtype" in config:
         config.setdefault("torch_dtype", config["dtype"])
     rope = config.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:
         config.setdefault("rope_theta", rope["rope_theta"])
-    if (folder / _WHOLE).exists():
-        entries = _open_file(folder / _WHOLE)
-    elif (folder / _INDEX).exists():
-        entries = _open_shards(folder)
-    else:
-        raise UserError(_no_weights(folder))
+    entries = _open_file(folder / _WHOLE) if (folder / _WHOLE).exists() else _open_shards(folder)
     return config, Weights(str(folder), entries)
 
 
@@ -79,7 +77,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}. Make it a readable file.") from None
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or thousands of lists in one another
         raise UserError(f"{path}: is not valid JSON ({error}). {_AGAIN}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds a JSON {type(value).__name__}, expected an object. {_AGAIN}")
@@ -92,16 +90,43 @@ def listing(folder: Path) -> str:
     return ", ".join([*names[:8], "..."] if len(names) > 8 else names) or "nothing"
 
 
-def _no_weights(folder: Path) -> str:
-    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLES)
-    if pickles:
-        return (
+def _refuse_other_kinds(folder: Path) -> None:
+    """A folder without safetensors of a whole model: say what it is instead."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    if "adapter_config.json" in names:
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        raise UserError(
+            f"{folder}: holds only an adapter (adapter_config.json) of {base or 'another model'}, expected a whole "
+            "model. Merge them with peft's merge_and_unload() and save_pretrained(folder)."
+        )
+    if pickles := [name for name in names if name.endswith(_PICKLES)]:
+        raise UserError(
             f"{folder}: its weights are pickled ({', '.join(pickles[:3])}), which can run code when read; "
             f"expected {_WHOLE}. {_CONVERT}"
         )
-    return (
-        f"{folder}: holds neither {_WHOLE} nor {_INDEX}, but {listing(folder)}. Give a folder with safetensors weights."
-    )
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        raise UserError(
+            f"{folder}: holds GGUF files ({', '.join(ggufs[:3])}), expected {_WHOLE}. Give the path of one of them: "
+            f"{folder / ggufs[0]}."
+        )
+    if "config.json" in names:
+        raise UserError(
+            f"{folder}: holds neither {_WHOLE} nor {_INDEX}, but {listing(folder)}. "
+            "Give a folder with safetensors weights."
+        )
+
+
+def _refuse_quantised(folder: Path, config: dict[str, Any]) -> None:
+    found = config.get("quantization_config")
+    for name in ("quantize_config.json", "quant_config.json"):  # of releases that did not write it into the config
+        if not found and (folder / name).exists():
+            found = {"quant_method": name.removesuffix(".json")}
+    if found:
+        method = found.get("quant_method") if isinstance(found, dict) else None
+        raise UserError(
+            f"{folder}: its weights are quantised by {method or 'an unnamed method'}, expected floating numbers. "
+            "Take the model as it was published before, or a GGUF file."
+        )
 
 
 def _open_file(path: Path) -> dict[str, Entry]:
@@ -132,17 +157,42 @@ def _entry(path: Path, handle: Any, name: str) -> Entry:
         raise UserError(
             f"{path}: tensor {name!r} is stored as {stored}, expected one of {', '.join(_DTYPES)}. {_CONVERT}"
         )
-    return Entry(tuple(part.get_shape()), _DTYPES[stored], _reader(path, handle, name))
+    shape = tuple(part.get_shape())
+    return Entry(shape, _DTYPES[stored], _reader(path, handle, name), _viewer(path, handle, name, shape), str(path))
 
 
 def _reader(path: Path, handle: Any, name: str) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
-        try:
+        with _reading(path, name):
             return handle.get_tensor(name)
-        except SafetensorError as error:
-            raise UserError(f"{path}: tensor {name!r} cannot be read ({error}). {_AGAIN}") from None
 
     return read
+
+
+def _viewer(path: Path, handle: Any, name: str, shape: tuple[int, ...]) -> Callable[[], "_View"]:
+    return lambda: _View(shape, path, name, handle)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor on disk, of which the bytes of a box are read when the box is asked for."""
+
+    shape: tuple[int, ...]
+    path: Path
+    name: str
+    handle: Any
+
+    def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
+        with _reading(self.path, self.name):
+            return self.handle.get_slice(self.name)[box]
+
+
+@contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(f"{path}: tensor {name!r} cannot be read ({error}). {_AGAIN}") from None
 
 
 def _open_shards(folder: Path) -> dict[str, Entry]:
@@ -153,7 +203,7 @@ def _open_shards(folder: Path) -> dict[str, Entry]:
     shards: dict[str, dict[str, Entry]] = {}
     entries = {}
     for name, place in places.items():
-        if not isinstance(place, str) or Path(place).name != place:
+        if not isinstance(place, str) or place in ("", "..") or Path(place).name != place or not place.isprintable():
             raise UserError(f"{index}: puts tensor {name!r} in {place!r}, expected the name of a file beside it.")
         if place.endswith(_PICKLES):
             raise UserError(f"{index}: names the pickle {place}, which can run code when read. {_CONVERT}")

@@ -18,7 +18,7 @@ LAYERS = (
     ("interop", "teachers", "objective", "data", "assets"),
     ("step",),
     ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generate", "loading", "testing"),
-    ("objective_config",),
+    ("objective_config", "pretrained"),
     ("config", "compose"),
     ("build",),
     ("finish",),
