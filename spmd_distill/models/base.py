@@ -143,7 +143,7 @@ class Model:
         ``dropout_key`` turns dropout on; the same key gives the same masks on every layout.
         """
         module: Any = nnx.merge(self._graphdef, params)
-        return module(batch, shard, self.uses(shard.layout), dropout_key)[0]
+        return module(batch, shard, self.uses(shard.layout), dropout_key)
 
     def apply_cached(self, params: Params, batch: Batch, shard: Shard, cache: Any) -> tuple[Unembedded, Any]:
         """As `apply` with the tokens that ``cache`` remembers before these; the cache with these comes too.

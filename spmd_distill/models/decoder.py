@@ -66,8 +66,8 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, batch: Batch, shard: Shard, uses: Any, dropout_key: jax.Array | None = None, cache: Cache | None = None
-    ) -> tuple[Unembedded, Cache | None]:
-        """See `Model.apply` and `Model.apply_cached`."""
+    ) -> Unembedded | tuple[Unembedded, Cache]:
+        """See `Model.apply`; with a cache, see `Model.apply_cached`."""
         config = self.config
         h, table = embed_tokens(self._table(self.embed, shard, uses["embed"]), batch.tokens, shard)
         unembed = table if config.tied else self._table(self.unembed, shard, uses["unembed"])
@@ -103,7 +103,7 @@ class Decoder(nnx.Module):
         transform = LogitTransform(config.tokens, softcap=config.logit_softcap)
         out = Unembedded(h.reshape(-1, config.width), unembed, transform)
         if cache is None or written is None:
-            return out, None
+            return out
         return out, cache.after(written[0], written[1], batch.segments)
 
     def _places(self, positions: jax.Array, shard: Shard) -> tuple[Any, Any]:
