@@ -92,7 +92,9 @@ class Cursor:
 
     def _array(self, what: str) -> np.ndarray | list[str]:
         code, count = self.integer(4, what), self.integer(8, what)
-        if code != _STRING:  # arrays of arrays are in the format and in no model
+        if code == _ARRAY:  # they are in the format and in no model
+            raise UserError(f"{self.path}: {what} is an array of arrays, expected numbers or text in it. {AGAIN}")
+        if code != _STRING:
             return self._numbers(what, code, count)
         if count > _MAX_STRINGS:
             raise UserError(f"{self.path}: {what} claims {count} strings, expected at most {_MAX_STRINGS}. {AGAIN}")

@@ -1,7 +1,8 @@
 """Turn a GGUF model into what Hugging Face would call it: a config and tensors under Hugging Face names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def gguf_to_huggingface(gguf: GGUF) -> tuple[dict[str, Any], Weights]:
     used = {ROPE_FACTORS} if rules.rope_factors else set()
     for place in _places(rules, config):
         _check_tensor(gguf, place)
-        entries[place.name] = Entry(place.shape, _FLOAT32, _reader(gguf, place))
+        entries[place.name] = Entry(place.shape, _FLOAT32, partial(_read, gguf, place))
         used.add(place.stored)
     for stored in gguf.tensors:
         if stored not in used:
@@ -102,14 +103,12 @@ def _check_tensor(gguf: GGUF, place: _Place) -> None:
         )
 
 
-def _reader(gguf: GGUF, place: _Place) -> Callable[[], np.ndarray]:
-    def read() -> np.ndarray:
-        weight = gguf.tensor(place.stored)
-        if place.offset:
+def _read(gguf: GGUF, place: _Place) -> np.ndarray:
+    weight = gguf.tensor(place.stored)
+    if place.offset:
+        with np.errstate(invalid="ignore"):  # what is not a number is the file's, not ours to warn about
             weight -= np.float32(place.offset)
-        return weight if place.heads is None else unpermute(weight, place.heads)
-
-    return read
+    return weight if place.heads is None else unpermute(weight, place.heads)
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -25,6 +25,7 @@ from spmd_distill.interop.tokenizer import ROLES, TextTokenizer
 _FOLDER = "Give the model's Hugging Face folder (tokenizer.json) instead."
 _UNDEFINED, _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(5)  # kinds of token, in llama.cpp's numbering
 _SPACE = "▁"
+_MAX_PIECE = 1024  # many times the longest in use; looking for the parts of a token takes time with its square
 _KEEPS_SPACE = {"<unk>", "<s>", "<|endoftext|>"}
 
 
@@ -242,6 +243,9 @@ def _merges_by_score(gguf: GGUF, vocabulary: _Vocabulary) -> list[tuple[str, str
     if not np.isfinite(scores).all():
         raise UserError(f"{gguf.path}: metadata 'tokenizer.ggml.scores' holds numbers that are not finite. {AGAIN}")
     ids = vocabulary.ids
+    longest = max(map(len, vocabulary.tokens))
+    if longest > _MAX_PIECE:
+        raise UserError(f"{gguf.path}: a token has {longest} characters, expected at most {_MAX_PIECE}. {AGAIN}")
     found = [
         (-score, -cut, -len(token), token)
         for token, kind, score in zip(vocabulary.tokens, vocabulary.kinds, scores, strict=True)

@@ -118,7 +118,7 @@ BAD_FILES = {
         header(0, 1) + pair("k", 77, bytes(20)),
         "metadata 'k' has value type 77, expected one of 0, 1",
     ),
-    "array type": (header(0, 1) + array("k", ARRAY, 2) + bytes(99), "metadata 'k' has value type 9"),
+    "array type": (header(0, 1) + array("k", ARRAY, 2) + bytes(99), "'k' is an array of arrays, expected numbers"),
     "long array": (header(0, 1) + array("k", U32, 1 << 61) + bytes(99), "ends inside metadata 'k'"),
     "many strings": (
         header(0, 1) + array("k", STRING, 1 << 61) + bytes(99),

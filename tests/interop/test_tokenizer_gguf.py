@@ -267,6 +267,17 @@ def test_user_defined_tokens_are_whole(scored, pieces):
     assert set(tokenizer.special_tokens) == {"<s>", "</s>"}
 
 
+def test_letters_never_make_a_byte_or_a_control_token(scored, pieces):
+    """Though their halves are tokens, and their scores better."""
+    halves = ["<0x", "0A>", "0x", "A>", "</", "s>", *(letter for letter in "<0xA>/s" if letter not in pieces)]
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, *pieces, *halves]
+    kinds = [2, 1, 3] + [6] * 256 + [1] * (len(pieces) + len(halves))  # "<s>" as an ordinary one, to see the other
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces) + len(halves))]
+    tokenizer = scored(tokens=tokens, token_type=kinds, scores=scores)
+    assert tokenizer.encode("<0x0A>").tolist() == by_hand([*pieces, *halves], " <0x0A>")
+    assert 3 + 0x0A not in tokenizer.encode("<0x0A>") and 1 in tokenizer.encode("x<s>")
+
+
 def test_control_tokens_of_phi_3_take_the_space_after_them(scored, pieces):
     tokenizer = scored("phi3")
     assert tokenizer.encode("</s>\n the").tolist() == [2, *by_hand(pieces, " the")]
@@ -327,6 +338,12 @@ def test_it_is_refused(changes, message, scored):
 def test_scores_that_are_no_numbers_are_refused(scored, pieces):
     with pytest.raises(UserError, match=r"'tokenizer\.ggml\.scores' holds numbers that are not finite"):
         scored(scores=[float("nan")] * (259 + len(pieces)))
+
+
+def test_a_token_of_a_million_characters_is_refused(scored):
+    changes = {"tokens": ["a" * 10**6, "<unk>"], "token_type": [1, 2], "scores": [0.0, 0.0], "unknown_token_id": 1}
+    with pytest.raises(UserError, match="a token has 1000000 characters, expected at most 1024"):
+        scored(**changes, drop=["bos_token_id", "eos_token_id"])
 
 
 def test_text_that_would_be_lost_is_refused(scored):
