@@ -50,7 +50,7 @@ class LazyTensors(Protocol):
 def load_params(
     model: Model,
     rules: Mapping[str, Rule],
-    weights: Mapping[str, np.ndarray],
+    weights: Mapping[str, np.ndarray] | LazyTensors,
     mapper: AbstractMapper,
     layers: Sequence[int] | None = None,
     source: str = "checkpoint",
@@ -112,8 +112,10 @@ def _on_devices(shape: tuple[int, ...], sharding: Any, read: Callable[[Box], np.
     arrays = []
     for bounds, devices in holders.items():
         shard = read(tuple(slice(*bound) for bound in bounds))
-        # Without a copy, a CPU device would keep the host's memory; waiting lets go of it before the next is read.
+        # Without a copy, a CPU device would keep the host's memory. JAX lets go of it soon after the transfer, which is
+        # waited for: otherwise shards would be read faster than they leave.
         arrays += jax.block_until_ready([jax.device_put(shard, device, may_alias=False) for device in devices])
+        del shard
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 

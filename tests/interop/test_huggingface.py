@@ -200,6 +200,19 @@ def test_what_cannot_be_exported(tmp_path):
     assert beside(tmp_path / "model") == ["file"]
 
 
+def test_files_given_are_taken_instead_of_those_made_here(tmp_path):
+    (tmp_path / "theirs").write_bytes(b'{"version": 7}')
+    files = {"tokenizer.json": tmp_path / "theirs", "generation_config.json": b"{ }", "merges.txt": b"#"}
+    config = {key: value for key, value in CONFIG.items() if not key.endswith("token_id")}
+    folder = save_huggingface(tmp_path / "m", config, llama_weights(), words(40), files=files)
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert found.keys() == {"config.json", "model.safetensors", *files}
+    assert found["tokenizer.json"] == b'{"version": 7}' and found["generation_config.json"] == b"{ }"
+    assert json.loads(found["config.json"])["eos_token_id"] == 2
+    with pytest.raises(AssertionError):
+        save_huggingface(tmp_path / "n", config, llama_weights(), files={"model.py": b""})
+
+
 # ---- folders that are wrong -------------------------------------------------------------
 
 
@@ -237,6 +250,30 @@ def test_a_bad_config(content, match, exported):
 def test_pickles_are_refused_unread(name, exported):
     (exported / "model.safetensors").rename(exported / name)
     refused(exported, f"weights are pickled \\({name}\\), which can run code when read; expected model.safe")
+
+
+def test_an_adapter_is_not_a_model(exported):
+    (exported / "model.safetensors").rename(exported / "adapter_model.safetensors")
+    (exported / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    refused(exported, r"holds only an adapter \(adapter_config\.json\) of some/base, expected a whole model")
+    (exported / "config.json").unlink()
+    refused(exported, r"holds only an adapter .*merge_and_unload")
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_a_gguf_file_is_given_by_its_own_path(config, exported):
+    (exported / "model.safetensors").rename(exported / "small.Q8_0.gguf")
+    if not config:
+        (exported / "config.json").unlink()
+    refused(
+        exported, r"holds GGUF files \(small\.Q8_0\.gguf\).*Give the path of one of them: .*model/small\.Q8_0\.gguf"
+    )
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+def test_weights_that_were_quantised_by_older_tools(name, exported):
+    (exported / name).write_text('{"bits": 4}')
+    refused(exported, f"weights are quantised by {name.split('.')[0]}")
 
 
 def test_no_weights(exported):
