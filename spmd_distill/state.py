@@ -6,18 +6,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from spmd_distill.errors import UserError
 from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Model
+from spmd_distill.models.base import path_name
+from spmd_distill.models.foreign import AnyModel
 from spmd_distill.step import Distillation
 from spmd_distill.types import Params, TrainState
 
 
-def init_params(model: Model, mapper: AbstractMapper, seed: int) -> Params:
+def init_params(model: AnyModel, mapper: AbstractMapper, seed: int) -> Params:
     """Random parameters, each made on the devices that hold it; the same numbers on every layout."""
     shardings = mapper.shardings(model.specs(mapper.layout))
     return jax.jit(model.init, out_shardings=shardings)(jax.random.key(seed))
+
+
+def place_params(params: Any, model: AnyModel, mapper: AbstractMapper) -> Params:
+    """Copy parameters to the devices that hold them: a tree like the model's, or an nnx module with its names.
+
+    Raises `UserError` naming the first array that is missing, too many, or of another shape or type than the model's.
+    """
+    if isinstance(params, nnx.Module):
+        params = nnx.to_pure_dict(nnx.state(params, nnx.Param))
+
+    def by_name(tree: Any) -> dict[str, Any]:
+        return {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+    def described(x: Any) -> str:
+        return "none" if x is None else f"{jnp.dtype(x.dtype).name} {list(x.shape)}"
+
+    found, expected = by_name(params), by_name(model.abstract)
+    for name in [*expected, *found]:
+        if (there := described(found.get(name))) != (wanted := described(expected.get(name))):
+            raise UserError(f"Parameter {name}: found {there}, but the model that it is for expects {wanted}.")
+    ordered = jax.tree.unflatten(jax.tree.structure(model.abstract), [found[name] for name in expected])
+    shardings: Any = mapper.shardings(model.specs(mapper.layout))
+    return jax.tree.map(lambda x, where: jax.device_put(x, where, may_alias=False), ordered, shardings)
 
 
 def create_state(run: Distillation, tx: optax.GradientTransformation, params: Params, seed: int) -> TrainState:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import jax
 
-from spmd_distill.models import Model, Shard
+from spmd_distill.models import Shard
+from spmd_distill.models.foreign import AnyModel
 from spmd_distill.types import Batch, Params, Unembedded
 
 
@@ -12,7 +13,7 @@ from spmd_distill.types import Batch, Params, Unembedded
 class OnlineTeacher:
     """A model that runs beside the student, in the same compiled program, always without dropout."""
 
-    model: Model
+    model: AnyModel
 
     def targets(self, params: Params, batch: Batch, shard: Shard) -> Unembedded:
         """Hidden states and unembedding on this shard's rows, cut from any gradient."""

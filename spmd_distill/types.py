@@ -53,12 +53,20 @@ class Unembedded:
     """What a model hands to a head instead of logits: ``logits = transform(hidden @ unembed.T + bias)``.
 
     Inside a shard body ``unembed`` and ``bias`` hold this shard's rows of the vocabulary.
+
+    A model that cannot stop before its logits puts them in the place of hidden states, ``[*N, V]``, with an unembedding
+    of width 0: ``logits = transform(hidden + bias)``. Inside a shard body they are the columns of this shard's rows.
     """
 
     hidden: Float[Array, "*N D"]
     unembed: Float[Array, "V D"]
     transform: LogitTransform = struct.field(pytree_node=False)
     bias: Float[Array, " V"] | None = None
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether ``hidden`` are logits."""
+        return self.unembed.shape[-1] == 0
 
 
 @struct.dataclass

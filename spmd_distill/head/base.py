@@ -82,9 +82,10 @@ class AbstractHead(abc.ABC):
         """Sum the objective over valid tokens, inside a shard body.
 
         ``student`` and ``teacher`` hold hidden states ``[N, D]``, equal on all shards of ``model`` (the two D differ),
-        and this shard's contiguous rows ``[V / shards, D]`` of each unembedding, counted over ``vocab_axes`` (first
-        axis outermost), which may share axes with ``batch_axes``, those over which tokens are spread. Masked tokens may
-        hold anything, NaN included. The caller scales a term by its temperature squared, if it wants that, through
+        or this shard's columns of the logits (`Unembedded.has_logits`), and this shard's contiguous rows
+        ``[V / shards, D]`` of each unembedding, counted over ``vocab_axes`` (first axis outermost). They may share axes
+        with ``batch_axes``, those over which tokens are spread, where neither model has logits. Masked tokens may hold
+        anything, NaN included. The caller scales a term by its temperature squared, if it wants that, through
         ``weights``. ``parameters`` hold each term's values for its scheduled parameters (`at`), ``uniforms`` the
         random numbers in [0, 1) of a sampled support.
 
@@ -111,7 +112,10 @@ def logits_of(
     """
     transform, unembed = model.transform, model.unembed
     acc = accumulator(hidden, unembed)
-    z = lax.dot_general(hidden, unembed.astype(hidden.dtype), (((1,), (1,)), ((), ())), preferred_element_type=acc)
+    if model.has_logits:
+        z = hidden.astype(acc)
+    else:
+        z = lax.dot_general(hidden, unembed.astype(hidden.dtype), (((1,), (1,)), ((), ())), preferred_element_type=acc)
     if model.bias is not None:
         z = z + model.bias.astype(acc)
     z = z * jnp.asarray(transform.logit_scale, acc)

@@ -96,16 +96,18 @@ class FusedHead(AbstractHead):
         student, teacher = common_vocabulary(student, teacher, terms)
         gathered = axis_size(tuple(a for a in vocab_axes if a in batch_axes))
         vocab = max(student.unembed.shape[0], teacher.unembed.shape[0])
-        width, itemsize = student.hidden.shape[1], accumulator(student.hidden).itemsize
+        width, itemsize = student.unembed.shape[1], accumulator(student.hidden).itemsize
         chunk = -(-self.chunk_size(mask.shape[0] * gathered, vocab, width, itemsize) // gathered)
         if any(isinstance(t.divergence, AbstractRowwise) for t in terms):
             shards = axis_size(vocab_axes) // gathered
             chunk = -(-chunk // shards) * shards  # each shard gets as many of the tokens
         program = Program(terms, agreement, support, vocab_axes, batch_axes, chunk, self.logits_dtype)
+        if not student.has_logits:
+            student = student.replace(hidden=copy_to(student.hidden, "model"))  # type: ignore[attr-defined]
         fused: Any = _fused
         loss, sums = fused(
             program,
-            student.replace(hidden=copy_to(student.hidden, "model")),  # type: ignore[attr-defined]
+            student,
             jax.tree.map(lambda x: lax.stop_gradient(to_varying(x, "model")), teacher),
             labels,
             mask,
@@ -210,6 +212,8 @@ def _hidden_gradient(
     program: Program, dz: jax.Array, unembed: jax.Array, rows: jax.Array, total: jax.Array
 ) -> jax.Array:
     """Write the gradient of this chunk's hidden states where its tokens stand; every token is written once."""
+    if not unembed.shape[1]:  # the hidden states are the logits
+        return total.at[rows].set(dz.astype(total.dtype), mode="drop", unique_indices=True)
     dx = lax.dot(dz, unembed.astype(dz.dtype), preferred_element_type=accumulator(dz))
     for axis in program.gathered:
         dx = psum_scatter(dx, axis)
@@ -218,6 +222,8 @@ def _hidden_gradient(
 
 def _add_product(total: jax.Array, dz: jax.Array, x: jax.Array) -> jax.Array:
     """``total [V, D] + dz.T @ x``."""
+    if not total.shape[1]:
+        return total
 
     def product(dz: jax.Array, x: jax.Array) -> jax.Array:
         return lax.dot_general(dz, x, (((0,), (0,)), ((), ())), preferred_element_type=total.dtype)

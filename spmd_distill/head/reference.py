@@ -109,6 +109,7 @@ class ReferenceHead(AbstractHead):
             collect: Any = gather_from if axis in batch_axes else collect_from
             unembed = collect(unembed, axis, 0)
             bias = None if bias is None else collect(bias, axis, 0)
+            hidden = collect(hidden, axis, 1) if model.has_logits else hidden
         whole = model.replace(unembed=unembed, bias=bias)  # type: ignore[attr-defined]
         return logits_of(whole, hidden, 0)[0][:, : model.transform.vocab_size]
 
