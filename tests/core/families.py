@@ -35,16 +35,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": config(
         "Gemma2ForCausalLM", "gemma2", sliding_window=5, query_pre_attn_scalar=12, tie_word_embeddings=True,
         attn_logit_softcapping=2.0, final_logit_softcapping=3.0, hidden_activation="gelu_pytorch_tanh",
+        hidden_act="gelu_pytorch_tanh",
     ),
     "gemma3": config(
         "Gemma3ForCausalLM", "gemma3_text", sliding_window=5, query_pre_attn_scalar=12, tie_word_embeddings=True,
-        hidden_activation="gelu_pytorch_tanh", rope_theta=1e6, rope_local_base_freq=1e4,
+        hidden_activation="gelu_pytorch_tanh", hidden_act="gelu_pytorch_tanh", rope_theta=1e6, rope_local_base_freq=1e4,
         rope_scaling={"rope_type": "linear", "factor": 4.0}, layer_types=[LOCAL, FULL, LOCAL],
     ),
     "olmo2": config("Olmo2ForCausalLM", "olmo2", attention_bias=False),
     "phi3": config("Phi3ForCausalLM", "phi3", head_dim=6, sliding_window=5),
     "phi3-long": config(
-        "Phi3ForCausalLM", "phi3", head_dim=6, rope_scaling=LONG, original_max_position_embeddings=16, sliding_window=None,
+        "Phi3ForCausalLM", "phi3", head_dim=6, rope_scaling=LONG, original_max_position_embeddings=16,
+        sliding_window=None,
     ),
     "phi4": config("Phi3ForCausalLM", "phi3", hidden_size=48, partial_rotary_factor=0.5, sliding_window=None),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_distill.collectives import psum, to_varying
 from spmd_distill.errors import UserError
 from spmd_distill.mappers import make_mapper
-from spmd_distill.models import DecoderConfig, Shard, attention, decoder, export_params, llama, load_params
+from spmd_distill.models import DecoderConfig, Shard, decoder, export_params, llama, load_params
 from spmd_distill.models.base import dropout_factors, token_keys
 from spmd_distill.models.config import REMAT_POLICIES, VOCAB_MULTIPLE
 from spmd_distill.models.heads import head_plan
@@ -438,35 +438,3 @@ def test_a_size_that_a_layout_cannot_cut_is_named():
         decoder(replace(ODD, mlp=10)).specs(MeshLayout.load("dp2_tp4"))
     with pytest.raises(UserError, match=r"embed.*size 15.*'fsdp8'.*8 equal shards over data"):
         decoder(replace(ODD, width=15)).specs(MeshLayout.load("fsdp8"))
-
-
-# Attention, a block of queries at a time
-
-
-@pytest.mark.parametrize(("block", "scores"), [(8, None), (7, None), (8, 1), (5, 2 * 6 * 5 * 24 * 8)])
-def test_attention_in_blocks_is_attention_at_once(block, scores, monkeypatch):
-    """Blocks that divide the length or not; rows all at once, one by one, or two at a time."""
-    if scores is not None:
-        monkeypatch.setattr(attention, "SCORES", scores)
-    r = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(r.normal(size=(4, 24, heads, 8))) for heads in (6, 3, 3))
-    segments = jnp.asarray(np.tile(np.repeat([1, 2, 0], [10, 10, 4]).astype(np.int32), (4, 1)))
-
-    def gradient(block):
-        return jax.jit(
-            jax.value_and_grad(lambda q, k, v: jnp.sum(attention.attend(q, k, v, segments, block) ** 2), (0, 1, 2))
-        )(q, k, v)
-
-    found, expected = gradient(block), gradient(24)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11), found, expected)
-
-
-def test_memory_of_attention_grows_with_the_length_alone():
-    def temporary(length: int) -> int:
-        q = jax.ShapeDtypeStruct((1, length, 4, 8), jnp.float32)
-        s = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        loss = jax.grad(lambda q, k, v, s: jnp.sum(attention.attend(q, k, v, s, 64) ** 2), (0, 1, 2))
-        return jax.jit(loss).lower(q, q, q, s).compile().memory_analysis().temp_size_in_bytes
-
-    short, long = temporary(512), temporary(2048)
-    assert long < 6 * short, (short, long)  # of the square: 16 times
