@@ -1,11 +1,17 @@
 """What we export, read by transformers itself."""
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from llama_files import CONFIG, PAIRS, llama_tensors, llama_weights, write_gguf
+from tiny_checkpoints import read_weights, same_bits, write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import spmd_distill as sd
+from spmd_distill.collectives import shard_index
+from spmd_distill.head.base import logits_of
 from spmd_distill.interop import (
     TextTokenizer,
     gguf_to_huggingface,
@@ -14,6 +20,8 @@ from spmd_distill.interop import (
     save_huggingface,
     tokenizer_from_gguf,
 )
+from spmd_distill.models import FAMILIES, Shard
+from spmd_distill.types import Batch
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -71,6 +79,64 @@ def test_the_exported_tokenizer_is_the_same_in_transformers(tmp_path):
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (1, 2, 2)
     messages = [{"role": "user", "content": "hi"}]
     assert theirs.apply_chat_template(messages, tokenize=False) == ours.apply_chat(messages)
+
+
+def greedily(model, ids: list[int], count: int) -> list[int]:
+    with torch.no_grad():
+        for _ in range(count):
+            ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
+    return ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_saved_here_is_in_transformers_what_it_is_there(name, tmp_path):
+    """Tensors under transformers' own names, which servers go by too; the same text and the same bits back."""
+    tied = name != "LlamaForCausalLM"
+    weights = write_checkpoint(tmp_path / "a", name, odd=False, vocab_size=258, tie_word_embeddings=tied)
+    loaded = sd.load_pretrained(tmp_path / "a", "fsdp2_tp4")
+    folder = sd.save_pretrained(tmp_path / "b", loaded.model, loaded.params, like=loaded, max_shard_bytes=60_000)
+
+    model, text = load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "theirs")
+    same_bits(read_weights(tmp_path / "theirs"), weights)
+    assert set(read_weights(folder)) == {n for n in model.state_dict() if not (tied and n == "lm_head.weight")}
+
+    prompts = ["to be or not", "that is"]
+    ids = [loaded.tokenizer.encode(prompt) for prompt in prompts]
+    ours = sd.continue_greedily(loaded.model, loaded.params, loaded.mapper, ids, 8, vocab_size=258)
+    for prompt, found in zip(prompts, ours, strict=True):
+        expected = greedily(model, text(prompt)["input_ids"], 8)
+        assert text.decode(expected) == loaded.tokenizer.decode(found)
+        assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("layout", ["single", "dp2_tp4"])
+def test_some_layers_of_a_model_give_transformers_logits(layout, tmp_path):
+    """A student as a run would leave it: its logits here and there."""
+    write_checkpoint(tmp_path / "a", "Gemma2ForCausalLM", odd=False, vocab_size=258)
+    loaded = sd.load_pretrained(tmp_path / "a", layout, layers=[2, 1])
+    folder = sd.save_pretrained(tmp_path / "b", loaded.model, loaded.params, like=loaded, card=sd.ModelCard(data="x"))
+    ids = np.arange(3, 43)
+    with torch.no_grad():
+        expected = load(folder)(torch.from_numpy(ids)[None]).logits[0].numpy()
+    found = logits_of_ours(loaded, ids)
+    assert np.abs(found - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+def logits_of_ours(loaded: sd.Pretrained, ids: np.ndarray) -> np.ndarray:
+    """``[L, V]``, of a batch that repeats the row."""
+    layout, model = loaded.mapper.layout, loaded.model
+
+    def body(params, batch):
+        out = model.apply(params, batch, Shard(layout, jnp.dtype("float32")))
+        return logits_of(out, out.hidden, shard_index(layout.vocab_axes) * out.unembed.shape[0])[0]
+
+    tokens = np.tile(ids.astype(np.int32), (layout.batch_shards, 1))
+    positions, ones = np.broadcast_to(np.arange(len(ids), dtype=np.int32), tokens.shape), np.ones_like(tokens)
+    rows = layout.spec(("batch", None))
+    run = loaded.mapper.map(body, (model.specs(layout), Batch(*(rows,) * 5)), layout.spec(("batch", "vocab")))
+    logits = jax.jit(run)(loaded.params, Batch(tokens, tokens, ones > 0, positions, ones))
+    return np.asarray(logits)[: len(ids), : model.config.vocab_size]
 
 
 def test_what_transformers_saves_is_read(tmp_path):

@@ -73,18 +73,17 @@ def write_checkpoint(
     folder: Path,
     architecture: str = "LlamaForCausalLM",
     dtype: str = "float32",
-    seed: int = 0,
-    shards: int = 1,
+    odd: bool = True,
     **more: Any,
 ) -> dict[str, np.ndarray]:
-    """Write a folder with the tools of others; return its tensors."""
+    """Write a folder with the tools of others, with `ODD_FILES` or without; return its tensors."""
     config = config_of(architecture, torch_dtype=dtype, **more)
     weights = weights_of(config, DTYPES[dtype])
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=4))
     (folder / "README.md").write_text(CARD)
     byte_tokenizer().save(folder)
-    for name, content in ODD_FILES.items():
+    for name, content in ODD_FILES.items() if odd else ():
         (folder / name).write_bytes(content)
     write_weights(folder, weights)
     return weights
