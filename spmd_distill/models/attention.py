@@ -10,6 +10,8 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from spmd_distill.errors import UserError
+
 SCORES = 32 * 2**20
 """Bytes that the scores of a block may take; rows of the batch are looked at in groups to stay within it."""
 
@@ -18,6 +20,11 @@ PARTS = 4
 
 ATTENDED = "attended"
 """The name of what attention returns, for remat policies."""
+
+KERNELS = ("blockwise", "xla", "cudnn")
+"""What computes a block: this file, in float32 or wider; `jax.nn.dot_product_attention` as XLA compiles it; the same on
+an NVIDIA GPU by cuDNN's flash attention, for bfloat16 and float16. (JAX's flash kernels for TPUs do not say over which
+mesh axes their results vary, which `jax.shard_map` insists on.)"""
 
 Window = int | Int[Array, ""] | None
 """How many tokens a token sees, itself included; None for all before it. An array where layers of a scan differ."""
@@ -31,6 +38,8 @@ class Scores:
     """Factor on the product; None is ``1 / sqrt(head_dim)``."""
     softcap: float | None = None
     """Gemma 2's ``cap * tanh(score / cap)``, before the mask."""
+    kernel: str = "blockwise"
+    """One of `KERNELS`."""
 
 
 PLAIN = Scores()
@@ -53,8 +62,8 @@ def attend(
     keys before it, so that a long row costs its length times the window. Up to ``block`` tokens it is the textbook
     formula.
 
-    Not `jax.nn.dot_product_attention`: that one takes its softmax in float32 whatever the input, which would hide
-    sharding mistakes below 1e-7 from the float64 proofs.
+    Not `jax.nn.dot_product_attention` by default: that one takes its softmax in float32 whatever the input, which would
+    hide sharding mistakes below 1e-7 from the float64 proofs. Raises `UserError` for a kernel that is not to be had.
     """
     length = q.shape[1]
     if length <= block:
@@ -162,6 +171,8 @@ def _block(
     ahead = (begin + jnp.arange(q.shape[1]))[:, None] - (k_begin + jnp.arange(k.shape[1]))
     near = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
     seen = near & (q_segments[:, :, None] == k_segments[:, None, :])
+    if scores.kernel != "blockwise":
+        return _by_kernel(scores, q, k, v, seen)
     grouped = rearrange(q, "b m (k g) c -> b m k g c", k=k.shape[2])
     z = jnp.einsum("bmkgc,bnkc->bkgmn", grouped, k, preferred_element_type=wide)
     z = z / math.sqrt(q.shape[-1]) if scores.scale is None else z * scores.scale
@@ -169,3 +180,15 @@ def _block(
         z = scores.softcap * jnp.tanh(z / scores.softcap)
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], z, -1e30), axis=-1).astype(q.dtype)
     return rearrange(jnp.einsum("bkgmn,bnkc->bmkgc", weights, v), "b m k g c -> b m (k g) c")
+
+
+def _by_kernel(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    if scores.kernel == "cudnn" and q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise UserError(f"Attention by cuDNN computes in bfloat16 or float16, found {q.dtype}. Set precision.compute.")
+    how: Any = scores.kernel
+    try:
+        return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], scale=scores.scale, implementation=how)
+    except RuntimeError as error:  # of JAX's own check of GPU and cuDNN
+        raise UserError(
+            f"Attention by {scores.kernel} is not to be had on {jax.devices()[0].platform} ({error}) Choose blockwise."
+        ) from error

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from spmd_distill.errors import UserError
-from spmd_distill.models.attention import ATTENDED
+from spmd_distill.models.attention import ATTENDED, KERNELS
 from spmd_distill.models.base import SUMMED
 from spmd_distill.models.rope import PLAIN, Rope
 
@@ -32,6 +32,7 @@ CHOICES = {
     "qk_norm": ("none", "head", "all"),
     "norms": ("before", "after", "both"),
     "remat": tuple(REMAT_POLICIES),
+    "attention": KERNELS,
 }
 
 
@@ -55,6 +56,8 @@ class DecoderConfig:
     remat: str = "none"
     attention_block: int = 512
     """Queries whose scores are alive at a time; a setting of memory and speed, not of the model."""
+    attention: str = "blockwise"
+    """What computes attention, one of `attention.KERNELS`; a setting of speed and precision, not of the model."""
     param_dtype: str = "float32"
     init_std: float = 0.02
     family: str = "llama"
@@ -105,6 +108,10 @@ class DecoderConfig:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise UserError(f"Decoder: unknown {name} {getattr(self, name)!r}; expected one of {', '.join(known)}.")
+        if self.attention != "blockwise" and self.attention_softcap is not None:
+            raise UserError(
+                f"Decoder: attention by {self.attention} has no soft cap, which this model needs; choose blockwise."
+            )
         if not 0 <= self.dropout < 1:
             raise UserError(f"Decoder: dropout is {self.dropout}; expected 0 <= dropout < 1.")
         if self.local_rope is not None and self.local_rope.fraction != self.rope.fraction:

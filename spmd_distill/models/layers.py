@@ -122,7 +122,7 @@ class Attention(nnx.Module):
         plan = head_plan(c.heads, c.kv_heads, shard.tensor_parallel)
         q, k, v = self._project(x, plan)
         q, k = rotate(q, rotation), rotate(k, rotation)
-        scores = Scores(c.attention_scale, c.attention_softcap)
+        scores = Scores(c.attention_scale, c.attention_softcap, c.attention)
         if cache is not None:
             cache = cache.write(k, v, segments)
         if cache is None or cache.fresh:

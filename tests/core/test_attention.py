@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_distill.models import attention
+from spmd_distill.errors import UserError
+from spmd_distill.models import DecoderConfig, attention
 from spmd_distill.models.attention import Scores, attend, attend_cached
 
 
@@ -77,6 +78,28 @@ def test_gradients_of_blocks_are_those_of_all_at_once(block, scores, window, mon
 
     found, expected = gradient(block), gradient(24)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11), found, expected)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("block", [24, 7])
+def test_jaxs_own_attention_as_a_kernel(block, window):
+    """Its softmax is in float32 whatever the input."""
+    q, k, v = inputs()
+    seen = SEGMENTS > 0
+    for scale in (None, 0.3):
+        found = attend(q, k, v, jnp.asarray(SEGMENTS), block, Scores(scale, kernel="xla"), window)
+        expected = oracle(*map(np.asarray, (q, k, v)), SEGMENTS, window=window, scale=scale)
+        np.testing.assert_allclose(found[seen], expected[seen], rtol=1e-5, atol=1e-5)
+
+
+def test_a_kernel_that_is_not_to_be_had_is_a_users_mistake():
+    narrow = tuple(x.astype(jnp.bfloat16) for x in inputs())
+    with pytest.raises(UserError, match=r"cudnn is not to be had on cpu .*Choose blockwise"):
+        attend(*narrow, jnp.asarray(SEGMENTS), scores=Scores(kernel="cudnn"))
+    with pytest.raises(UserError, match="in bfloat16 or float16, found float64"):
+        attend(*inputs(), jnp.asarray(SEGMENTS), scores=Scores(kernel="cudnn"))
+    with pytest.raises(UserError, match="by xla has no soft cap"):
+        DecoderConfig(8, 8, 1, 1, 1, 8, 8, attention="xla", attention_softcap=1.0)
 
 
 @pytest.mark.parametrize("window", [None, 4])
