@@ -1,6 +1,7 @@
 """Models of other tools in one call each way: a Hugging Face folder, a GGUF file or a hub id in, a folder out."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def load_pretrained(
     mapper: AbstractMapper | MeshLayout | str = "single",
     *,
     param_dtype: str = "float32",
-    layers: tuple[int, ...] | list[int] | None = None,
+    layers: Sequence[int] | None = None,
     download: bool = False,
     revision: str | None = None,
     say: Say = lambda message: None,
