@@ -83,6 +83,18 @@ def test_the_exported_student_is_the_trained_one(finished):
     assert weights["model.embed_tokens.weight"].shape == (258, 48)
     tokenizer = tokenizer_from_folder(folder / "run" / "student")
     assert tokenizer.decode(tokenizer.encode("to be")) == "to be"
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (folder / "run" / "student" / name).read_bytes() == (folder / "teacher" / name).read_bytes()
+
+
+def test_the_students_card_tells_of_the_run_and_of_no_folder(finished):
+    folder, summary = finished
+    card = (folder / "run" / "student" / "README.md").read_text()
+    for section in ("# run", "## Teacher", "## Student", "## Data", "## Objective", "## Results"):
+        assert f"\n{section}\n" in card
+    assert f"| {summary['kl_before']:.4f} | {summary['kl_after']:.4f} |" in card
+    assert "- layers of the teacher that it started from: 0, 3\n" in card and "- training text: text\n" in card
+    assert str(folder) not in card
 
 
 def test_a_second_run_into_the_same_folder_is_refused_and_changes_nothing(finished):
