@@ -19,6 +19,7 @@ from spmd_distill.divergences import ForwardKL
 from spmd_distill.head import FusedHead
 from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import DecoderConfig, decoder
+from spmd_distill.models.rope import Rope
 from spmd_distill.objective import Objective
 from spmd_distill.state import abstract_state
 from spmd_distill.step import Distillation
@@ -27,7 +28,7 @@ from spmd_distill.types import Batch
 
 NAME = "tpu-step"
 VOCAB = 128256
-SHARED = {"vocab_size": VOCAB, "heads": 32, "kv_heads": 8, "rope_theta": 500000.0, "param_dtype": "bfloat16"}
+SHARED = {"vocab_size": VOCAB, "heads": 32, "kv_heads": 8, "rope": Rope(500000.0), "param_dtype": "bfloat16"}
 TEACHER = DecoderConfig(width=4096, layers=32, head_dim=128, mlp=14336, tied=False, **SHARED)
 STUDENT = DecoderConfig(width=2048, layers=16, head_dim=64, mlp=8192, tied=True, **SHARED)
 

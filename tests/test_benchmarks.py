@@ -368,3 +368,16 @@ def test_every_second_row_of_the_workload_ends_in_padding():
         assert ((tokens > 0) == mask).all()
     assert (next(work.batches(1))[0] == next(work.batches(1))[0]).all()
     assert (next(work.batches(1))[0] != next(work.batches(2))[0]).any()
+
+
+OF_PEERS = ("_tunix_worker", "_head_torch_worker")
+"""These run in environments of their own, with what the tests' environment need not have."""
+
+
+@pytest.mark.parametrize("name", sorted({p.stem for p in BENCHMARKS.glob("*.py")} - {*OF_PEERS}))
+def test_every_script_prints_its_help_and_every_part_of_one_is_imported(name):
+    """So that a name of the library that is gone shows without a run."""
+    script = [str(BENCHMARKS / f"{name}.py"), "--help"]
+    command = [sys.executable, *(["-c", f"import {name}"] if name.startswith("_") else script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stderr
