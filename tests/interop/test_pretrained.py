@@ -299,6 +299,16 @@ def test_the_card_says_what_it_was_told_and_what_the_source_knows(plain, tmp_pat
     assert "## Data" not in body
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "# x", "---\nlicense: mit\n", "---\n{[\n---\n", "---\n- mit\n---\n", "---\nlicense: [mit]\n---", "\xff"],
+)
+def test_a_card_without_a_licence_that_can_be_read_is_no_mistake(text, plain, tmp_path):
+    folder = changed(plain, tmp_path)
+    (folder / "README.md").write_text(text, encoding="latin-1")
+    assert sd.open_checkpoint(folder).source.license is None
+
+
 def test_of_a_gguf_file_the_tokenizer_is_built(tmp_path):
     tokenizer = byte_tokenizer()
     tokens = [t for t, _ in sorted(tokenizer.vocabulary.items(), key=lambda item: item[1])][:39]
