@@ -8,9 +8,10 @@ from typing import Any
 
 from spmd_distill.build import Setup
 from spmd_distill.compose import describe, describe_terms
-from spmd_distill.generate import continue_greedily
+from spmd_distill.generation import generate
 from spmd_distill.interop import ModelCard
 from spmd_distill.metrics import perplexity, results_table
+from spmd_distill.models import Model
 from spmd_distill.pretrained import save_pretrained
 from spmd_distill.runfolder import RunFolder
 from spmd_distill.types import Params
@@ -22,15 +23,23 @@ COMPARED = ("kl", "kl_reverse", "top1", "acceptance")
 def samples(setup: Setup, teacher: Params, student: Params) -> list[dict[str, str]]:
     """The run file's prompts, continued greedily by teacher and student."""
     tokenizer, wanted, run = setup.checkpoint.tokenizer, setup.config.eval, setup.run
-    prompts = [tokenizer.encode(p) for p in wanted.prompts]
+    rows = setup.checkpoint.model.config.tokens
+    start = next((i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None), 0)
+    prompts = [ids if len(ids := tokenizer.encode(p)) else [start] for p in wanted.prompts]
     found = [{"prompt": p} for p in wanted.prompts]
     if prompts:
         for who, model, params in (("teacher", run.teacher.model, teacher), ("student", run.student, student)):
-            vocab_size = min(run.objective.vocab_size or tokenizer.vocab_size, tokenizer.vocab_size)
-            how = (prompts, wanted.new_tokens, run.compute_dtype, vocab_size)
-            done = continue_greedily(model, params, run.mapper, *how)
-            for sample, prompt, ids in zip(found, prompts, done, strict=True):
-                sample[who] = tokenizer.decode(ids[len(prompt) :])
+            done = generate(
+                model,
+                params,
+                run.mapper,
+                prompts,
+                max_new_tokens=wanted.new_tokens,
+                compute_dtype=run.compute_dtype,
+                vocab_size=min(run.objective.vocab_size or rows, tokenizer.vocab_size, rows),
+            )
+            for sample, ids in zip(found, done, strict=True):
+                sample[who] = tokenizer.decode(ids)
     return found
 
 
@@ -40,7 +49,7 @@ def export_student(
     """Write ``student/``: config, weights, tokenizer and card, as transformers loads them."""
     save_pretrained(
         folder.student,
-        setup.run.student,
+        _ours(setup.run.student),
         params,
         like=setup.checkpoint,
         card=describe_run(setup, folder.path.name, before, after),
@@ -51,18 +60,19 @@ def export_student(
 def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> ModelCard:
     """The card of a run's student. Files are named without their folders: a card is published."""
     config, run, source = setup.config, setup.run, setup.checkpoint.source
+    teacher, student = _ours(run.teacher.model), _ours(run.student)
     names, *figures = ([str(cell) for cell in column.cells] for column in results_table(before, after).columns)
     return ModelCard(
         title=title,
         teacher={
             "model": source.repository or source.path.name,
-            "layers": run.teacher.model.config.layers,
-            "parameters": f"{run.teacher.model.parameter_count:,}",
+            "layers": teacher.config.layers,
+            "parameters": f"{teacher.parameter_count:,}",
         },
         student={
             "layers of the teacher that it started from": setup.layers,
-            "parameters": f"{run.student.parameter_count:,}",
-            "type": run.student.config.param_dtype,
+            "parameters": f"{student.parameter_count:,}",
+            "type": student.config.param_dtype,
         },
         data={
             "training text": [Path(name).name for name in config.data.train],
@@ -75,6 +85,11 @@ def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: M
             name: dict(zip(("before", "after"), row, strict=True)) for name, *row in zip(names, *figures, strict=True)
         },
     )
+
+
+def _ours(model: Any) -> Model:
+    assert isinstance(model, Model), "a run file's models are decoders of ours"
+    return model
 
 
 def summarise(

@@ -17,7 +17,7 @@ LAYERS = (
     ("head", "features", "models"),
     ("interop", "teachers", "objective", "data", "assets"),
     ("step",),
-    ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generate", "loading", "testing"),
+    ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generation", "loading", "testing"),
     ("objective_config", "pretrained"),
     ("config", "compose"),
     ("build",),
