@@ -1,6 +1,6 @@
 """A model as the step sees it: pure parameters and one function, split from its nnx module once, at the edge."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,16 @@ class Model:
         """
         module: Any = nnx.merge(self._graphdef, params)
         return module(batch, shard, self.uses(shard.layout), None, cache)
+
+    def apply_tapped(
+        self, params: Params, batch: Batch, shard: Shard, taps: Mapping[str, Callable[[jax.Array], Any]]
+    ) -> tuple[Unembedded, dict[str, Any]]:
+        """As `apply`, and for each of ``taps`` what its function made of the array there (see `taps.TAPS`).
+
+        What comes back is stacked: ``[layers, ...]``.
+        """
+        module: Any = nnx.merge(self._graphdef, params)
+        return module(batch, shard, self.uses(shard.layout), taps=taps)
 
     @property
     def parameter_count(self) -> int:

@@ -13,6 +13,7 @@ from spmd_distill.models.cache import Cache, LayerCache
 from spmd_distill.models.config import REMAT_POLICIES, DecoderConfig
 from spmd_distill.models.layers import Attention, GatedMLP, RMSNorm, embed_tokens
 from spmd_distill.models.rope import Rotation, rotation_of
+from spmd_distill.models.taps import Wanted, listening, tap
 from spmd_distill.types import Batch, LogitTransform, Unembedded
 
 _NO_WINDOW = 2**30
@@ -42,11 +43,12 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         """One layer: ``h [B, Llocal, D]`` in and out; ``factors`` multiply the two residual branches (dropout)."""
         x = shard.enter(h if self.norms == "after" else self.attention_norm(h, shard))
-        x, cache = self.attention(x, rotation, segments, shard, window, cache)
+        x, cache = self.attention(tap("attention_input", x), rotation, segments, shard, window, cache)
         x = shard.leave(x)
         x = x if self.norms == "before" else self.attention_post_norm(x, shard)
         h = h + (x if factors is None else x * factors[0])
-        x = shard.leave(self.mlp(shard.enter(h if self.norms == "after" else self.mlp_norm(h, shard))))
+        x = shard.enter(h if self.norms == "after" else self.mlp_norm(h, shard))
+        x = shard.leave(self.mlp(tap("mlp_input", x)))
         x = x if self.norms == "before" else self.mlp_post_norm(x, shard)
         return h + (x if factors is None else x * factors[1]), cache
 
@@ -65,9 +67,15 @@ class Decoder(nnx.Module):
             self.unembed = declare(rngs, init, table, ("vocab", "embed"), config.param_dtype, None)
 
     def __call__(
-        self, batch: Batch, shard: Shard, uses: Any, dropout_key: jax.Array | None = None, cache: Cache | None = None
-    ) -> Unembedded | tuple[Unembedded, Cache]:
-        """See `Model.apply`; with a cache, see `Model.apply_cached`."""
+        self,
+        batch: Batch,
+        shard: Shard,
+        uses: Any,
+        dropout_key: jax.Array | None = None,
+        cache: Cache | None = None,
+        taps: Wanted | None = None,
+    ) -> Unembedded | tuple[Unembedded, Any]:
+        """See `Model.apply`; with a cache, see `Model.apply_cached`, with taps, `Model.apply_tapped`."""
         config = self.config
         h, table = embed_tokens(self._table(self.embed, shard, uses["embed"]), batch.tokens, shard)
         unembed = table if config.tied else self._table(self.unembed, shard, uses["unembed"])
@@ -87,14 +95,15 @@ class Decoder(nnx.Module):
             if keys is not None:
                 factors = dropout_factors(keys, number, 2, config.dropout, config.width, shard.dtype)
             before = None if cache is None else cache.layer(*memory)
-            h, after = block(h, rotation_in(number), batch.segments, factors, shard, window_in(number), before)
-            return h, None if after is None else (after.k, after.v)
+            with listening(taps or {}) as seen:
+                h, after = block(h, rotation_in(number), batch.segments, factors, shard, window_in(number), before)
+            return h, (seen, None if after is None else (after.k, after.v))
 
         if (policy := REMAT_POLICIES[config.remat]) is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         memories = None if cache is None else (cache.k, cache.v)
         layers = (jnp.arange(config.layers), nnx.to_pure_dict(stacked), memories)
-        h, written = jax.lax.scan(layer, vary_like(h, batch.tokens), layers)
+        h, (seen, written) = jax.lax.scan(layer, vary_like(h, batch.tokens), layers)
 
         h = self.norm(h, shard)
         if shard.layout.sequence_sharded:  # a head sees all tokens of its rows on every shard of model
@@ -102,6 +111,8 @@ class Decoder(nnx.Module):
             h = whole
         transform = LogitTransform(config.tokens, softcap=config.logit_softcap)
         out = Unembedded(h.reshape(-1, config.width), unembed, transform)
+        if taps is not None:
+            return out, seen
         if cache is None or written is None:
             return out
         return out, cache.after(written[0], written[1], batch.segments)

@@ -15,6 +15,7 @@ from spmd_distill.models.base import Shard, declare
 from spmd_distill.models.cache import LayerCache
 from spmd_distill.models.heads import HeadPlan, head_plan, own_heads
 from spmd_distill.models.rope import Rotation, rotate
+from spmd_distill.models.taps import tap
 
 ACTIVATIONS: dict[str, Any] = {
     "silu": jax.nn.silu,
@@ -130,7 +131,7 @@ class Attention(nnx.Module):
         else:
             out = attend_cached(q, cache.k, cache.v, segments, cache.segments, cache.begin, scores, window)
         o = own_heads(self.o[...], plan.queries, c.heads, 0)
-        return einsum(out, o, "b l h c, h c d -> b l d"), cache
+        return einsum(tap("attention_heads", out), o, "b l h c, h c d -> b l d"), cache
 
     def _project(self, x: jax.Array, plan: HeadPlan) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of this shard's heads, ``[B, L, heads, head_dim]``, before rotation."""
@@ -162,7 +163,8 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         """This shard's neurons; the result is a partial sum over ``model``."""
-        return (ACTIVATIONS[self.activation](x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
+        neurons = ACTIVATIONS[self.activation](x @ self.gate[...]) * (x @ self.up[...])
+        return tap("mlp_neurons", neurons) @ self.down[...]
 
 
 def embed_tokens(

@@ -19,7 +19,7 @@ LAYERS = (
     ("step",),
     ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generation", "loading", "testing"),
     ("objective_config", "pretrained"),
-    ("config", "compose"),
+    ("config", "compose", "prune"),
     ("build",),
     ("finish",),
     ("train", "plan", "proof"),
