@@ -11,6 +11,7 @@ from spmd_distill.config import RunConfig, parse_config
 from spmd_distill.errors import UserError
 from spmd_distill.runtime import devices_of, prepare_jax
 
+PRUNE_ORDERS = ("uniform", "importance", "one-by-one")
 MAPPER_NAMES = ("shard_map", "vmap", "pmap")
 DEMO_LAYERS = (0, 1, 2, 5, 8, 11, 14, 17, 20, 26, 28, 29)
 
@@ -55,6 +56,24 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", nargs="?", metavar="RUN.yaml", help="the run file")
     train.add_argument("--resume", metavar="DIR", help="go on with the run in this folder")
     train.set_defaults(act=_train)
+
+    prune = commands.add_parser("prune", help="write a smaller model made of parts of a larger one")
+    prune.add_argument("teacher", metavar="TEACHER", help="a Hugging Face folder, a GGUF file, or demo")
+    prune.add_argument("out", metavar="OUT", help="the folder to write: new or empty")
+    prune.add_argument("--depth", type=int, metavar="N", help="layers to keep")
+    prune.add_argument("--layers", metavar="0,3,..", help="the layers to keep, from 0")
+    prune.add_argument("--order", choices=PRUNE_ORDERS, default="importance", help="how --depth chooses")
+    prune.add_argument("--mlp", "--ffn", type=int, metavar="N", help="neurons of each MLP to keep")
+    prune.add_argument("--heads", type=int, metavar="N", help="query heads to keep, in whole groups")
+    prune.add_argument("--kv-heads", type=int, metavar="N", help="key/value heads to keep, with their query heads")
+    prune.add_argument("--width", type=int, metavar="N", help="channels of the hidden state to keep")
+    prune.add_argument("--vocab-from", metavar="PATH", nargs="+", default=[], help="keep the tokens of these texts")
+    prune.add_argument("--text", metavar="PATH", nargs="+", default=["demo"], help="to measure importance and cost on")
+    prune.add_argument("--calibration-rows", type=int, default=8, metavar="N", help="of --text (default %(default)s)")
+    prune.add_argument("--heldout-rows", type=int, default=16, metavar="N", help="of --text (default %(default)s)")
+    prune.add_argument("--length", type=int, default=128, metavar="N", help="tokens a row (default %(default)s)")
+    prune.add_argument("--mesh", default="single", help="a layout by name or path (default %(default)s)")
+    prune.set_defaults(act=_prune)
 
     verify = commands.add_parser("verify", help="prove that no layout and no mapper changes the result")
     verify.add_argument("run_file", nargs="?", metavar="RUN.yaml", help="prove the models and settings of a run file")
@@ -120,6 +139,23 @@ def _distil(config: RunConfig, resume: bool) -> int:
     from spmd_distill.train import distil
 
     distil(config, resume=resume)
+    return 0
+
+
+def _prune(options: argparse.Namespace, _: list[str]) -> int:
+    layers = None
+    if options.layers is not None:
+        try:
+            layers = tuple(int(x) for x in options.layers.split(","))
+        except ValueError:
+            raise UserError(f"--layers is {options.layers!r}; expected numbers with commas between, 0,3,7.") from None
+    prepare_jax(devices_of(options.mesh))
+    from spmd_distill.prune.command import Wanted, prune
+
+    sizes = {name: getattr(options, name) for name in ("depth", "order", "mlp", "heads", "kv_heads", "width")}
+    rows = {name: getattr(options, name) for name in ("calibration_rows", "heldout_rows", "length")}
+    wanted = Wanted(layers, vocab_from=tuple(options.vocab_from), **sizes, **rows)
+    prune(options.teacher, options.out, wanted, options.text, options.mesh)
     return 0
 
 

@@ -28,8 +28,12 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class StudentConfig:
-    """The model to train: some of the teacher's own layers."""
+    """The model to train, and what it starts from."""
 
+    init: str = "teacher"
+    """``teacher``: some of the teacher's own layers. ``random``: random parameters, as many layers. Else the path of a
+    Hugging Face folder or GGUF file: a model of any size and family here, such as ``spmd-distill prune`` writes; its
+    tokenizer must be the teacher's, or one that knows fewer of the same tokens."""
     layers: tuple[int, ...] | None = None
     """The teacher's layers to take, from 0, in order; null takes ``depth`` of them spread evenly."""
     depth: int = 11

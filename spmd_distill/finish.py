@@ -11,7 +11,6 @@ from spmd_distill.compose import describe, describe_terms
 from spmd_distill.generation import generate
 from spmd_distill.interop import ModelCard
 from spmd_distill.metrics import perplexity, results_table
-from spmd_distill.models import Model
 from spmd_distill.pretrained import save_pretrained
 from spmd_distill.runfolder import RunFolder
 from spmd_distill.types import Params
@@ -22,8 +21,8 @@ COMPARED = ("kl", "kl_reverse", "top1", "acceptance")
 
 def samples(setup: Setup, teacher: Params, student: Params) -> list[dict[str, str]]:
     """The run file's prompts, continued greedily by teacher and student."""
-    tokenizer, wanted, run = setup.checkpoint.tokenizer, setup.config.eval, setup.run
-    rows = setup.checkpoint.model.config.tokens
+    tokenizer, wanted, run = setup.tokenizer, setup.config.eval, setup.run
+    rows = min(setup.teacher.config.tokens, setup.student.config.tokens)
     start = next((i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None), 0)
     prompts = [ids if len(ids := tokenizer.encode(p)) else [start] for p in wanted.prompts]
     found = [{"prompt": p} for p in wanted.prompts]
@@ -49,9 +48,9 @@ def export_student(
     """Write ``student/``: config, weights, tokenizer and card, as transformers loads them."""
     save_pretrained(
         folder.student,
-        _ours(setup.run.student),
+        setup.student,
         params,
-        like=setup.checkpoint,
+        like=setup.origin,
         card=describe_run(setup, folder.path.name, before, after),
         overwrite=True,
     )
@@ -60,7 +59,7 @@ def export_student(
 def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> ModelCard:
     """The card of a run's student. Files are named without their folders: a card is published."""
     config, run, source = setup.config, setup.run, setup.checkpoint.source
-    teacher, student = _ours(run.teacher.model), _ours(run.student)
+    teacher, student = setup.teacher, setup.student
     names, *figures = ([str(cell) for cell in column.cells] for column in results_table(before, after).columns)
     return ModelCard(
         title=title,
@@ -70,7 +69,7 @@ def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: M
             "parameters": f"{teacher.parameter_count:,}",
         },
         student={
-            "layers of the teacher that it started from": setup.layers,
+            "started from": setup.beginning if setup.start is None else setup.start.source.path.name,
             "parameters": f"{student.parameter_count:,}",
             "type": student.config.param_dtype,
         },
@@ -85,11 +84,6 @@ def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: M
             name: dict(zip(("before", "after"), row, strict=True)) for name, *row in zip(names, *figures, strict=True)
         },
     )
-
-
-def _ours(model: Any) -> Model:
-    assert isinstance(model, Model), "a run file's models are decoders of ours"
-    return model
 
 
 def summarise(

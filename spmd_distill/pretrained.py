@@ -79,6 +79,7 @@ def save_pretrained(
     params: Params,
     *,
     like: Pretrained | Checkpoint,
+    tokenizer: TextTokenizer | None = None,
     card: ModelCard | None = None,
     max_shard_bytes: float = 5e9,
     overwrite: bool = False,
@@ -92,6 +93,8 @@ def save_pretrained(
         like: Where the model comes from. Its config gives what ours does not know. Of a Hugging Face folder, the files
             of the tokenizer and ``generation_config.json`` are carried over byte for byte; of a GGUF file, both are
             built.
+        tokenizer: The model's own, where it is not that of ``like``: its files are then written anew, and the ids of
+            special tokens are its own.
         card: What ``README.md`` says, besides what the source knows of itself.
         max_shard_bytes: Weights beyond that many bytes are split into several files with an index.
         overwrite: Replace an earlier export. A folder with any other file, and the source itself, are never touched.
@@ -107,13 +110,15 @@ def save_pretrained(
         raise UserError(f"{target}: is where the model was loaded from, expected another folder. Give another path.")
     config = like.family.config_to_huggingface(model.config, like.huggingface_config)
     config.pop("auto_map", None)  # names code beside the original, which is not carried over
-    files: dict[str, bytes | Path] = carried_over(source)
+    files: dict[str, bytes | Path] = {} if tokenizer is not None else carried_over(source)
+    if tokenizer is not None:
+        config = {name: value for name, value in config.items() if not name.endswith("_token_id")}
     files[CARD] = (card or ModelCard()).render(target.name, source.repository, source.license).encode()
     return save_huggingface(
         target,
         config,
         export_params(params, like.family.rules(model.config)),
-        like.tokenizer,
+        tokenizer or like.tokenizer,
         files=files,
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,

@@ -18,7 +18,7 @@ from spmd_distill.guards import StopSignal
 from spmd_distill.metrics import MetricWriter, perplexity, plot_curves, results_table
 from spmd_distill.progress import TrainProgress
 from spmd_distill.runfolder import RunFolder, environment
-from spmd_distill.state import abstract_state, create_state, select_layers
+from spmd_distill.state import abstract_state, create_state
 from spmd_distill.types import Batch, Metrics, Params, TrainState
 
 
@@ -51,7 +51,7 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
             folder.write_config(to_dict(config))
             folder.write_json("environment.json", environment())
         with progress.stage("placing the teacher's weights"):
-            teacher = setup.checkpoint.load(setup.run.mapper)
+            teacher = setup.load_teacher()
         loop = Loop(setup, folder, progress, teacher, train, heldout)
         result = loop.run(resume)
         with progress.stage("continuing the prompts"):
@@ -171,8 +171,8 @@ class Loop:
 
     def _start(self) -> TrainState:
         run, setup = self.setup.run, self.setup
-        with self.progress.stage("cutting the student out of the teacher"):
-            params = select_layers(self.teacher, run.student, setup.layers, run.mapper)
+        with self.progress.stage("making the student"):
+            params = setup.start_student(self.teacher)
             return jax.block_until_ready(create_state(run, setup.tx, params, self.config.seed))
 
     def _restore(self, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
@@ -181,7 +181,7 @@ class Loop:
         for step, reason in checkpoints.bad.items():
             self.progress.note(f"checkpoint {step} is damaged ({reason}); going on from {checkpoints.restored}")
         self.loader.resume(meta["data"], int(state.step))
-        found, expected = self.setup.checkpoint.tokenizer.fingerprint(), meta["tokenizer"]
+        found, expected = self.setup.tokenizer.fingerprint(), meta["tokenizer"]
         if found != expected:
             raise UserError(
                 f"The run in {self.folder.path} used another tokenizer (fingerprint {expected[:12]}, now "
@@ -190,7 +190,7 @@ class Loop:
         return state, meta
 
     def _save(self, checkpoints: Checkpoints, state: TrainState, step: int, meta: dict[str, Any]) -> None:
-        fingerprint = self.setup.checkpoint.tokenizer.fingerprint()
+        fingerprint = self.setup.tokenizer.fingerprint()
         checkpoints.save(step, state, {**meta, "data": self.loader.state(step), "tokenizer": fingerprint})
 
     def _stop_if_not_finite(self, step: int, values: dict[str, float]) -> None:

@@ -10,6 +10,7 @@ from spmd_distill.interop.names import gguf_to_huggingface
 from spmd_distill.interop.tokenizer import TextTokenizer, tokenizer_from_folder
 from spmd_distill.interop.tokenizer_compare import TokenizerDifference, compare_tokenizers
 from spmd_distill.interop.tokenizer_gguf import tokenizer_from_gguf
+from spmd_distill.interop.tokenizer_trim import rows_of, trim_tokenizer, used_tokens
 
 __all__ = [
     "CARD",
@@ -29,7 +30,10 @@ __all__ = [
     "open_gguf",
     "open_huggingface",
     "read_front_matter",
+    "rows_of",
     "save_huggingface",
     "tokenizer_from_folder",
     "tokenizer_from_gguf",
+    "trim_tokenizer",
+    "used_tokens",
 ]

@@ -51,11 +51,7 @@ class Keep:
             heads = self.kv_heads.shape[1]
             new = replace(new, kv_heads=heads, heads=heads * (config.heads // config.kv_heads))
         if self.channels is not None and len(self.channels) != config.width:
-            if config.embed_scale != 1:
-                raise UserError(
-                    f"The width of a {config.family} model cannot be cut: its embedding is scaled by the root of the "
-                    f"width, which every reader of the checkpoint takes anew. Cut depth, neurons or heads instead."
-                )
+            check_sizes(config, width=len(self.channels))
             new = replace(new, width=len(self.channels))
         if self.tokens is not None:
             new = replace(new, vocab_size=len(self.tokens), vocab_rows=None)
@@ -123,13 +119,7 @@ def keep_by_importance(
 
     Raises `UserError` for a size that is larger than the model's or below 1.
     """
-    for name, wanted, there in (
-        ("mlp", mlp, config.mlp),
-        ("kv_heads", kv_heads, config.kv_heads),
-        ("width", width, config.width),
-    ):
-        if wanted is not None and not 1 <= wanted <= there:
-            raise UserError(f"{name} is {wanted}; the teacher has {there}, so expected 1 to {there}.")
+    check_sizes(config, mlp, kv_heads, width)
     of = slice(None) if layers is None else list(layers)
     return Keep(
         None if layers is None else tuple(layers),
@@ -138,3 +128,21 @@ def keep_by_importance(
         None if width is None else best(importance.channels, width),
         tokens,
     )
+
+
+def check_sizes(
+    config: DecoderConfig, mlp: int | None = None, kv_heads: int | None = None, width: int | None = None
+) -> None:
+    """Raise `UserError` for a size that cannot be cut out of a model of ``config``."""
+    for name, wanted, there in (
+        ("mlp", mlp, config.mlp),
+        ("kv_heads", kv_heads, config.kv_heads),
+        ("width", width, config.width),
+    ):
+        if wanted is not None and not 1 <= wanted <= there:
+            raise UserError(f"{name} is {wanted}; the teacher has {there}, so expected 1 to {there}.")
+    if width not in (None, config.width) and config.embed_scale != 1:
+        raise UserError(
+            f"The width of a {config.family} model cannot be cut: its embedding is scaled by the root of the width, "
+            f"which every reader of the checkpoint takes anew. Cut depth, neurons or heads instead."
+        )

@@ -1,0 +1,225 @@
+"""From a teacher's name to a folder with a smaller model: what `spmd-distill prune` does."""
+
+import json
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from spmd_distill.data import Document, eval_batches
+from spmd_distill.errors import UserError
+from spmd_distill.interop import ModelCard, TextTokenizer, trim_tokenizer, used_tokens
+from spmd_distill.loading import Checkpoint, Say, documents, open_checkpoint, tokenise
+from spmd_distill.mappers import AbstractMapper, make_mapper
+from spmd_distill.models import DecoderConfig
+from spmd_distill.pretrained import save_pretrained
+from spmd_distill.prune.importance import activations, agreement, cost_of_removing, layers_to_keep
+from spmd_distill.prune.keep import Keep, check_sizes, cut, evenly, keep_by_importance
+from spmd_distill.types import Batch, Params
+
+ORDERS = ("uniform", "importance", "one-by-one")
+"""How layers are chosen: spread evenly; those whose removal costs most, each alone; the same, measured anew after every
+removal."""
+SHOWN = {
+    "kl": "KL to the teacher",
+    "ce_student": "cross entropy",
+    "top1": "top-1 agreement",
+    "acceptance": "acceptance",
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The sizes of the smaller model; None keeps the teacher's. Raises `UserError` for what contradicts itself."""
+
+    layers: tuple[int, ...] | None = None
+    depth: int | None = None
+    order: str = "importance"
+    mlp: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    width: int | None = None
+    vocab_from: tuple[str, ...] = ()
+    """Text files, or folders of them: only tokens that they use are kept."""
+    calibration_rows: int = 8
+    """Rows of training text that importance is measured on."""
+    heldout_rows: int = 16
+    length: int = 128
+
+    def __post_init__(self):
+        """Check what needs no teacher."""
+        if self.order not in ORDERS:
+            raise UserError(f"order is {self.order!r}; expected one of {', '.join(ORDERS)}.")
+        if self.layers is not None and self.depth is not None:
+            raise UserError("layers and depth were both given; expected one of them.")
+        for name in ("depth", "calibration_rows", "heldout_rows", "length"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"{name} is {value}; it must be at least 1.")
+
+    def kv_groups(self, config: DecoderConfig) -> int | None:
+        """How many key/value heads are kept, with all the query heads that share one."""
+        group = config.heads // config.kv_heads
+        if self.heads is None:
+            return self.kv_heads
+        if self.heads % group or self.kv_heads not in (None, self.heads // group):
+            raise UserError(
+                f"heads is {self.heads} and kv_heads {self.kv_heads}; the teacher's query heads share a key/value head "
+                f"{group} at a time, and are kept with it: expected heads to be {group} times kv_heads."
+            )
+        return self.heads // group
+
+    @property
+    def ranks(self) -> bool:
+        """Whether parts of layers have to be ranked."""
+        return any(x is not None for x in (self.mlp, self.heads, self.kv_heads, self.width))
+
+
+def prune(
+    teacher: str, out: str | Path, wanted: Wanted, text: Sequence[str] = ("demo",), mesh: str = "single",
+    console: Console | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Write a smaller model made of parts of ``teacher`` to ``out``; return what ``prune.json`` says.
+
+    Importance is measured on the training part of ``text``, and what the cut costs, before any training, on the
+    held-out part. The folder is a Hugging Face folder that transformers loads and that a run may start its student
+    from (``student.init``). Raises `UserError` for whatever the user can mend; then nothing is written.
+    """
+    console = console or Console(stderr=True)
+    if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
+        raise UserError(f"{out}: is there already; expected a new or empty folder. Give another path.")
+
+    @contextmanager
+    def stage(what: str) -> Any:
+        with console.status(what):
+            yield
+
+    say: Say = console.print
+    with stage("opening the teacher"):
+        checkpoint = open_checkpoint(teacher, say=say)
+        config, mapper = checkpoint.model.config, make_mapper("shard_map", mesh)
+        check_sizes(config, wanted.mlp, wanted.kv_groups(config), wanted.width)
+        if wanted.layers is not None:
+            Keep(layers=wanted.layers).sizes(config)
+        if wanted.depth is not None and wanted.depth > config.layers:
+            raise UserError(f"depth is {wanted.depth}; the teacher has {config.layers} layers.")
+    with stage("tokenising the text"):
+        training, aside = documents(list(text), [], say)
+        tokenizer, tokens = _vocabulary(checkpoint.tokenizer, wanted, say)
+        rows = [
+            calibration_batches(part, checkpoint.tokenizer, config, wanted.length, count, mapper, what)
+            for part, count, what in (
+                (training, wanted.calibration_rows, "training"),
+                (aside, wanted.heldout_rows, "held-out"),
+            )
+        ]
+    with stage("placing the teacher's weights"):
+        params = checkpoint.load(mapper)
+    keep = _choose(checkpoint, params, mapper, rows[0], wanted, tokens, console)
+    with stage("cutting"):
+        small, student = cut(params, checkpoint.model, replace(keep, tokens=None), mapper)
+    with stage("measuring what it costs"):
+        before = agreement(checkpoint.model, params, checkpoint.model, params, mapper, rows[1])
+        after = agreement(student, small, checkpoint.model, params, mapper, rows[1])
+    with stage("writing"):
+        if tokens is not None:
+            small, student = cut(small, student, Keep(tokens=tokens), mapper)
+        report = _report(checkpoint, student.config, student.parameter_count, keep, before, after, wanted)
+        _save(out, checkpoint, student, small, tokenizer, report)
+    _show(report, console)
+    return report
+
+
+def _vocabulary(tokenizer: TextTokenizer, wanted: Wanted, say: Say) -> tuple[TextTokenizer | None, np.ndarray | None]:
+    if not wanted.vocab_from:
+        return None, None
+    corpus, aside = documents(list(wanted.vocab_from), [], say)
+    trimmed, rows = trim_tokenizer(tokenizer, used_tokens(tokenizer, [d.text for d in (*corpus, *aside)]).tolist())
+    return trimmed, rows
+
+
+def calibration_batches(
+    texts: Sequence[Document], tokenizer: TextTokenizer, config: DecoderConfig, length: int, count: int,
+    mapper: AbstractMapper, what: str,
+) -> list[Batch]:  # fmt: skip
+    """About ``count`` rows spread over the documents, in batches that the layout can cut."""
+    rows = tokenise(texts, tokenizer, length, config.tokens, 2 * count * length, what)
+    every = max(len(rows) // count, 1)
+    shards = mapper.layout.batch_shards
+    return eval_batches(rows.subset(range(0, len(rows), every)[:count]), max(4 // shards, 1) * shards)
+
+
+def _choose(
+    checkpoint: Checkpoint, params: Params, mapper: AbstractMapper, rows: Sequence[Batch], wanted: Wanted,
+    tokens: np.ndarray | None, console: Console,
+) -> Keep:  # fmt: skip
+    model = checkpoint.model
+    depth, layers = model.config.layers, wanted.layers
+    if wanted.depth is not None and wanted.order == "uniform":
+        layers = evenly(depth, wanted.depth)
+    elif wanted.depth is not None and wanted.depth < depth:
+
+        def costs(layers: Sequence[int], removed: Sequence[int]) -> np.ndarray:
+            shown = f"measuring layers ({len(layers)} left)"
+            through = lambda layers: track(layers, shown, console=console, transient=True)  # noqa: E731
+            return cost_of_removing(model, params, mapper, rows, layers, removed, progress=through)
+
+        layers = layers_to_keep(costs, depth, wanted.depth, one_by_one=wanted.order == "one-by-one")
+    importance = None
+    if wanted.ranks:
+        with console.status("ranking neurons, heads and channels"):
+            importance = activations(model, params, mapper, rows)
+    sizes = {"mlp": wanted.mlp, "kv_heads": wanted.kv_groups(model.config), "width": wanted.width}
+    return keep_by_importance(model.config, importance, layers, **sizes, tokens=tokens)
+
+
+def _report(
+    checkpoint: Checkpoint, student: DecoderConfig, parameters: int, keep: Keep, before: dict[str, float],
+    after: dict[str, float], wanted: Wanted,
+) -> dict[str, Any]:  # fmt: skip
+    teacher = checkpoint.model.config
+    names = {"layers": "layers", "mlp": "neurons of an MLP", "heads": "query heads", "kv_heads": "key/value heads",
+             "width": "width", "tokens": "tokens"}  # fmt: skip
+    return {
+        "teacher": str(checkpoint.source),
+        "order": wanted.order if wanted.layers is None else "as listed",
+        "layers": list(range(teacher.layers)) if keep.layers is None else list(keep.layers),
+        "kept": {said: [getattr(teacher, key), getattr(student, key)] for key, said in names.items()}
+        | {"parameters": [checkpoint.model.parameter_count, parameters]},
+        "heldout": {said: [before[key], after[key]] for key, said in SHOWN.items()},
+    }
+
+
+def _save(
+    out: str | Path, checkpoint: Checkpoint, student: Any, params: Params, tokenizer: TextTokenizer | None,
+    report: dict[str, Any],
+) -> None:  # fmt: skip
+    card = ModelCard(
+        teacher={"model": checkpoint.source.repository or checkpoint.source.path.name},
+        student={"layers of the teacher": report["layers"]}
+        | {name: f"{new:,} of {old:,}" for name, (old, new) in report["kept"].items()},
+        results={
+            name: {"teacher": f"{a:.4f}", "before any training": f"{b:.4f}"}
+            for name, (a, b) in report["heldout"].items()
+        },
+        tags=("pruned", "spmd_distill"),
+    )
+    save_pretrained(out, student, params, like=checkpoint, tokenizer=tokenizer, card=card, overwrite=True)
+    (Path(out) / "prune.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _show(report: dict[str, Any], console: Console) -> None:
+    table = Table("", "teacher", "kept", title="What was kept")
+    for name, (old, new) in report["kept"].items():
+        table.add_row(name, f"{old:,}", f"{new:,}")
+    console.print(table)
+    table = Table("", "teacher", "student", title="What it cost: held-out text, before any training")
+    for name, (old, new) in report["heldout"].items():
+        table.add_row(name, f"{old:.4f}", f"{new:.4f}")
+    console.print(table)
+    console.print(f"layers: {', '.join(map(str, report['layers']))}")

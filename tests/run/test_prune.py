@@ -1,0 +1,148 @@
+"""The command that prunes, and runs whose student starts from what it wrote, from nothing, or elsewhere."""
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny import tiny_run, tiny_teacher
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from spmd_distill.build import set_up
+from spmd_distill.cli import main
+from spmd_distill.errors import UserError
+from spmd_distill.interop import TextTokenizer, save_huggingface, trim_tokenizer
+from spmd_distill.loading import open_checkpoint
+from spmd_distill.models import export_params
+from spmd_distill.pretrained import load_pretrained, save_pretrained
+from spmd_distill.prune import Keep, cut
+from spmd_distill.prune.command import Wanted, prune
+from spmd_distill.train import distil
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A tiny run's settings; its teacher and text lie beside it."""
+    return lambda *flags: tiny_run(tmp_path, *flags)
+
+
+def arguments(tmp_path, *more: str) -> list[str]:
+    text = ["--text", str(tmp_path / "text"), "--length", "16"]
+    return ["prune", str(tmp_path / "teacher"), str(tmp_path / "small"), *text, *more]
+
+
+def test_the_command_writes_a_folder_that_a_run_starts_from(run, tmp_path, capsys):
+    run()
+    flags = ["--depth", "2", "--mlp", "20", "--kv-heads", "2", "--width", "32", "--mesh", "dp2_tp4"]
+    assert main(arguments(tmp_path, *flags)) == 0
+    shown = capsys.readouterr().err
+    assert "What was kept" in shown and "What it cost" in shown
+    report = json.loads((tmp_path / "small" / "prune.json").read_text())
+    assert report["kept"]["layers"] == [4, 2] and report["kept"]["query heads"] == [6, 4]
+    assert report["kept"]["neurons of an MLP"] == [40, 20] and report["kept"]["width"] == [48, 32]
+    assert report["heldout"]["KL to the teacher"][0] == pytest.approx(0, abs=1e-6)
+    assert report["heldout"]["KL to the teacher"][1] > 0.01
+    small = open_checkpoint(tmp_path / "small").model.config
+    assert (small.layers, small.mlp, small.heads, small.kv_heads, small.width) == (2, 20, 4, 2, 32)
+    config = run("--student.init", str(tmp_path / "small"))
+    setup = set_up(config)
+    assert (setup.student.config.width, setup.layers) == (32, ()) and "small, 2 layers" in setup.introduction(1)
+    summary = distil(config, console=QUIET)
+    assert summary["kl_before"] > summary["kl_after"]
+    assert load_pretrained(tmp_path / "run" / "student").model.config.width == 32
+
+
+def test_a_trimmed_vocabulary_lines_the_teacher_up(run, tmp_path):
+    """The tiny tokenizer has nothing but bytes; one of its own with words is trimmed in the tokenizer's tests."""
+    run()
+    prune(
+        str(tmp_path / "teacher"),
+        tmp_path / "small",
+        Wanted(vocab_from=(str(tmp_path / "text"),)),
+        [str(tmp_path / "text")],
+    )
+    small, teacher = open_checkpoint(tmp_path / "small"), open_checkpoint(tmp_path / "teacher")
+    assert small.tokenizer.vocab_size == teacher.tokenizer.vocab_size  # bytes stay
+
+
+def test_a_teacher_is_cut_to_the_tokens_of_its_student(run, tmp_path):
+    """A student whose tokenizer knows some of the teacher's tokens, in another order of ids."""
+    run()
+    words = wordy_teacher(tmp_path / "wordy")
+    loaded = load_pretrained(words)
+    trimmed, rows = trim_tokenizer(loaded.tokenizer, loaded.tokenizer.encode("to be or not").tolist())
+    assert len(rows) < loaded.tokenizer.vocab_size
+    params, model = cut(loaded.params, loaded.model, Keep(layers=(0, 1, 2, 3), tokens=rows), loaded.mapper)
+    save_pretrained(tmp_path / "trimmed", model, params, like=loaded, tokenizer=trimmed)
+    flags = ["--teacher.path", str(words), "--student.init", str(tmp_path / "trimmed"), "--student.dropout", "0"]
+    setup = set_up(run(*flags))
+    assert setup.teacher.config.tokens == setup.student.config.tokens == len(rows)
+    np.testing.assert_array_equal(setup.teacher_rows, rows)
+    summary = distil(run(*flags, "--steps", "2"), console=QUIET)
+    assert summary["kl_before"] == pytest.approx(0, abs=1e-6)  # the same model, seen through the same tokens
+
+
+def wordy_teacher(folder):
+    """The tiny teacher with a tokenizer that has merges."""
+    base = load_pretrained(tiny_teacher(folder.with_name("plain"), rows=300))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(
+        ["to be or not to be that is the question whether tis nobler in the mind"] * 9, trainer
+    )
+    text = TextTokenizer(tokenizer, {"bos": "<s>", "eos": "</s>", "pad": "</s>"})
+    rules = base.family.rules(base.model.config)
+    config = {k: v for k, v in base.huggingface_config.items() if not k.endswith("_token_id")}
+    return save_huggingface(folder, config, dict(export_params(base.params, rules)), text)
+
+
+def test_a_random_student(run):
+    config = run("--student.init", "random", "--steps", "1")
+    setup = set_up(config)
+    assert setup.layers == () and setup.student.config.layers == 2 and "2 random layers" in setup.introduction(1)
+    assert distil(config, console=QUIET)["kl_before"] > 0.1
+
+
+def test_a_student_whose_tokens_the_teacher_does_not_know(run, tmp_path):
+    words = wordy_teacher(tmp_path / "wordy")
+    with pytest.raises(UserError, match=r"(?s)tokenizer of the student .*wordy is not that of the teacher.*Expected"):
+        set_up(run("--student.init", str(words)))
+    with pytest.raises(UserError, match="nowhere: no such file or folder"):
+        set_up(run("--student.init", str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--depth", "9"], "depth is 9; the teacher has 4 layers"),
+        (["--depth", "0"], "depth is 0; it must be at least 1"),
+        (["--depth", "2", "--layers", "0,1"], "layers and depth were both given"),
+        (["--layers", "0,x"], "--layers is '0,x'; expected numbers"),
+        (["--layers", "0,7"], "Layers [0, 7] were to be kept; expected some of 0 to 3"),
+        (["--mlp", "41"], "mlp is 41; the teacher has 40"),
+        (["--heads", "3"], "expected heads to be 2 times kv_heads"),
+        (["--mesh", "nosuch"], "No mesh layout is called 'nosuch'"),
+        (["--text", "nosuch.txt"], "nosuch.txt"),
+    ],
+)
+def test_mistakes_are_sentences(run, tmp_path, capsys, flags, message):
+    run()
+    assert main(arguments(tmp_path, *flags)) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert message in shown and "Traceback" not in shown
+    assert not (tmp_path / "small").exists()
+
+
+def test_nothing_is_written_over(run, tmp_path, capsys):
+    run()
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "mine.txt").write_text("mine")
+    assert main(arguments(tmp_path, "--depth", "2")) == 2
+    assert "expected a new or empty folder" in " ".join(capsys.readouterr().err.split())
