@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import islice, pairwise
 from operator import index
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
@@ -23,13 +23,15 @@ _BATCH = 1024  # texts encoded at a time
 _FALLBACK = frozenset(f"<0x{byte:02X}>" for byte in range(256))  # what byte fallback calls them
 
 
-def trim_tokenizer(tokenizer: TextTokenizer, keep: Iterable[int]) -> tuple[TextTokenizer, np.ndarray]:
+def trim_tokenizer(
+    tokenizer: TextTokenizer, keep: Iterable[SupportsIndex] | np.ndarray
+) -> tuple[TextTokenizer, np.ndarray]:
     """Return a tokenizer of fewer tokens, and the old id of each of its ids.
 
     Besides ``keep`` stay: every added token, special or not, with its role; the unknown token; every single byte, of a
-    byte-level vocabulary or of byte fallback; and the tokens that merges pass through on the way to a kept one. A
-    Unigram model also keeps its worst piece, whose score decides what an unknown character costs. Text goes through
-    the same normaliser, splitting, post-processor, decoder and chat template as before.
+    byte-level vocabulary or of byte fallback, with the sign for a space; and the tokens that merges pass through on
+    the way to a kept one. A Unigram model also keeps its worst piece, whose score decides what an unknown character
+    costs. Text goes through the same normaliser, splitting, post-processor, decoder and chat template as before.
 
     Args:
         tokenizer: Of type BPE or Unigram.
@@ -127,7 +129,7 @@ def _check(whole: dict[str, Any], source: str) -> None:
         )
 
 
-def _checked(keep: Iterable[int], tokenizer: TextTokenizer) -> list[int]:
+def _checked(keep: Iterable[SupportsIndex] | np.ndarray, tokenizer: TextTokenizer) -> list[int]:
     numbers = [index(number) for number in keep]
     for number in numbers:
         if not 0 <= number < tokenizer.vocab_size:
@@ -138,32 +140,36 @@ def _checked(keep: Iterable[int], tokenizer: TextTokenizer) -> list[int]:
     return numbers
 
 
-def _bytes(whole: dict[str, Any]) -> frozenset[str]:
+def _bytes(whole: dict[str, Any]) -> set[str]:
     """The tokens that any text can be made of, as the vocabulary writes them; it may lack some."""
-    found = _FALLBACK if whole["model"].get("byte_fallback") else frozenset[str]()
-    if "ByteLevel" in {*_types(whole["pre_tokenizer"]), *_types(whole["normalizer"])}:
-        found |= frozenset(pre_tokenizers.ByteLevel.alphabet())
+    found = set[str]()
+    if whole["model"].get("byte_fallback"):
+        found |= _FALLBACK
+        for part in _parts(whole["decoder"]):  # what it turns into a space must not have become bytes before
+            found |= set(part.get("replacement", "") if part["type"] == "Metaspace" else ())
+            found |= set(part["pattern"].get("String", "") if part["type"] == "Replace" else ())
+    if any(part["type"] == "ByteLevel" for name in ("normalizer", "pre_tokenizer") for part in _parts(whole[name])):
+        found |= set(pre_tokenizers.ByteLevel.alphabet())
     return found
 
 
-def _types(part: dict[str, Any] | None) -> Iterator[str]:
+def _parts(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """A normaliser, pre-tokenizer, post-processor or decoder, and those that it is a sequence of."""
     if part is not None:
-        yield part["type"]
-        for inner in [*part.get("pretokenizers", ()), *part.get("normalizers", ())]:
-            yield from _types(inner)
+        yield part
+        for name in ("normalizers", "pretokenizers", "processors", "decoders"):
+            for inner in part.get(name, ()):
+                yield from _parts(inner)
 
 
 def _ids_written(processor: dict[str, Any] | None) -> Iterator[tuple[list[Any], int]]:
     """Every place where a post-processor writes an id: the list, and the index in it."""
-    if processor is None:
-        return
-    for inner in processor.get("processors", ()):  # of a Sequence
-        yield from _ids_written(inner)
-    if processor["type"] == "TemplateProcessing":
-        for token in processor["special_tokens"].values():
-            yield from ((token["ids"], at) for at in range(len(token["ids"])))
-    if processor["type"] in ("BertProcessing", "RobertaProcessing"):
-        yield from ((processor[name], 1) for name in ("sep", "cls"))  # pairs of token and id
+    for part in _parts(processor):
+        if part["type"] == "TemplateProcessing":
+            for token in part["special_tokens"].values():
+                yield from ((token["ids"], at) for at in range(len(token["ids"])))
+        if part["type"] in ("BertProcessing", "RobertaProcessing"):
+            yield from ((part[name], 1) for name in ("sep", "cls"))  # pairs of token and id
 
 
 def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:
