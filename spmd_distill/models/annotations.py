@@ -1,7 +1,7 @@
 """Where an array of somebody else's lies: from the names its dimensions are annotated with to a spec of a layout."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ Rule = Any
 
 
 def annotated_spec(
-    axes: Sequence[Rule] | None, shape: tuple[int, ...], layout: MeshLayout, rules: Mapping[str, Rule], name: str
+    axes: Iterable[Rule] | None, shape: tuple[int, ...], layout: MeshLayout, rules: Mapping[str, Rule], name: str
 ) -> Spec:
     """Place an array of this shape whose dimensions are called ``axes`` (or fewer; the rest, and None, are whole).
 

@@ -7,7 +7,7 @@ global arrays, and only says where its parameters lie. So it runs around the sha
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,9 @@ from spmd_distill.errors import UserError
 from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models.annotations import Rule, annotated_spec
 from spmd_distill.models.base import Model, Shard, path_name
+from spmd_distill.models.config import VOCAB_MULTIPLE
 from spmd_distill.sharding import REPLICATED, MeshLayout, Specs
 from spmd_distill.types import Batch, LogitTransform, Params, Unembedded
-
-VOCAB_MULTIPLE = 128
-"""Rows of an unembedding are padded to a multiple of this, as those of our own models are stored."""
 
 Run = Callable[[Params, Batch, jax.Array | None], Any]
 """Parameters, rows ``[B, L]`` and a key (None outside of training) -> what `from_apply` says."""
@@ -44,7 +42,7 @@ class ForeignModel:
     """Random parameters from a key, where it can make them."""
     rules: Mapping[str, Rule]
     vocab_rows: int | None
-    batch_axes: Literal["auto", "manual"]
+    batch_axes: str
 
     def init(self, key: jax.Array) -> Params:
         """Random parameters; jit it with ``out_shardings`` and they are born sharded."""
@@ -200,7 +198,7 @@ def from_apply(
     *,
     rules: Mapping[str, Rule] | None = None,
     vocab_rows: int | None = None,
-    batch_axes: Literal["auto", "manual"] = "auto",
+    batch_axes: str = "auto",
     takes_key: bool = False,
     name: str | None = None,
 ) -> ForeignModel:
@@ -252,7 +250,7 @@ def from_nnx(
     *,
     rules: Mapping[str, Rule] | None = None,
     vocab_rows: int | None = None,
-    batch_axes: Literal["auto", "manual"] = "auto",
+    batch_axes: str = "auto",
     takes_key: bool = False,
     name: str | None = None,
 ) -> ForeignModel:
