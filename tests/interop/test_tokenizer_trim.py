@@ -70,7 +70,7 @@ def byte_level(post_processor: str = "template", added_last: bool = False) -> Te
     return TextTokenizer(tokenizer, ROLES, "{{ bos_token }}{{ messages[0].content }}")
 
 
-def sentencepiece(kind: str) -> TextTokenizer:
+def sentencepiece(kind: str, metaspace: bool = False) -> TextTokenizer:
     """Spaces are ▁ and bytes are tokens. Of BPE, every pair of tokens that makes one is a merge, as in Llama 2."""
     trained = Tokenizer(models.BPE() if kind == "BPE" else models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -99,18 +99,22 @@ def sentencepiece(kind: str) -> TextTokenizer:
         made = Tokenizer(models.Unigram(pieces, 0, byte_fallback=True))
     made.add_special_tokens(SPECIALS)
     made.add_tokens([AddedToken(NOTE, normalized=False)])
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    back = [decoders.ByteFallback(), decoders.Fuse()]
+    if metaspace:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+        made.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme="always", split=False), *back])
+    else:
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), *back, decoders.Strip(" ", 1, 0)])
     made.post_processor = _post_processors(made)["template"]
     return TextTokenizer(made, ROLES)
 
 
 MAKERS = {
-    **{f"byte-level, {name}": (byte_level, name) for name in ("none", "template", "nested", "bert", "roberta")},
-    "byte-level, added last": (byte_level, "template", True),
+    "byte-level": (byte_level, "none", False),
+    **{f"byte-level, {name}": (byte_level, name, True) for name in ("template", "nested", "bert", "roberta")},
     "SentencePiece BPE": (sentencepiece, "BPE"),
+    "SentencePiece BPE, Metaspace": (sentencepiece, "BPE", True),
     "SentencePiece Unigram": (sentencepiece, "Unigram"),
 }
 
@@ -224,6 +228,14 @@ def test_the_unknown_character_of_a_unigram_model_costs_as_before():
         assert "q" in trimmed.vocabulary
         for text in texts:
             assert rows[trimmed.encode(text)].tolist() == full.encode(text).tolist()
+
+
+def test_an_ordinary_token_that_is_put_around_a_text_stays():
+    full = byte_level()
+    number = full.vocabulary["Ġthe"]
+    full._tokenizer.post_processor = processors.TemplateProcessing(single="x $A", special_tokens=[("x", number)])
+    trimmed, rows = trim_tokenizer(full, [])
+    assert rows[trimmed.encode("a", add_special_tokens=True)].tolist() == [number, *full.encode("a")]
 
 
 def test_used_tokens_are_those_of_all_texts():
