@@ -62,17 +62,19 @@ class Wanted:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be at least 1.")
 
-    def kv_groups(self, config: DecoderConfig) -> int | None:
-        """How many key/value heads are kept, with all the query heads that share one."""
-        group = config.heads // config.kv_heads
-        if self.heads is None:
-            return self.kv_heads
-        if self.heads % group or self.kv_heads not in (None, self.heads // group):
-            raise UserError(
-                f"heads is {self.heads} and kv_heads {self.kv_heads}; the teacher's query heads share a key/value head "
-                f"{group} at a time, and are kept with it: expected heads to be {group} times kv_heads."
-            )
-        return self.heads // group
+    def sizes(self, config: DecoderConfig) -> dict[str, int | None]:
+        """Sizes within a layer for `keep_by_importance`, checked. ``heads`` alone is so many in whole groups."""
+        shared, heads, kv_heads = config.heads // config.kv_heads, self.heads, self.kv_heads
+        if heads is not None and kv_heads is None:
+            if heads % shared:
+                raise UserError(
+                    f"heads is {heads}, and {shared} query heads share a key/value head; expected a multiple of "
+                    f"{shared}, or kv_heads too."
+                )
+            kv_heads = heads // shared
+        found = {"mlp": self.mlp, "kv_heads": kv_heads, "width": self.width, "heads": heads}
+        check_sizes(config, **found)
+        return found
 
     @property
     def ranks(self) -> bool:
@@ -103,7 +105,7 @@ def prune(
     with stage("opening the teacher"):
         checkpoint = open_checkpoint(teacher, say=say)
         config, mapper = checkpoint.model.config, make_mapper("shard_map", mesh)
-        check_sizes(config, wanted.mlp, wanted.kv_groups(config), wanted.width)
+        wanted.sizes(config)
         if wanted.layers is not None:
             Keep(layers=wanted.layers).sizes(config)
         if wanted.depth is not None and wanted.depth > config.layers:
@@ -174,8 +176,7 @@ def _choose(
     if wanted.ranks:
         with console.status("ranking neurons, heads and channels"):
             importance = activations(model, params, mapper, rows)
-    sizes = {"mlp": wanted.mlp, "kv_heads": wanted.kv_groups(model.config), "width": wanted.width}
-    return keep_by_importance(model.config, importance, layers, **sizes, tokens=tokens)
+    return keep_by_importance(model.config, importance, layers, **wanted.sizes(model.config), tokens=tokens)
 
 
 def _report(

@@ -36,6 +36,8 @@ class Importance:
 
     neurons: np.ndarray
     """``[layers, mlp]``"""
+    heads: np.ndarray
+    """``[layers, heads]``"""
     kv_heads: np.ndarray
     """``[layers, kv_heads]``: the sum over the query heads that share one."""
     channels: np.ndarray
@@ -76,8 +78,10 @@ def activations(
         for name, value in jax.device_get(jax.block_until_ready(run(params, batch))).items():
             total[name] = total.get(name, 0) + np.asarray(value, np.float64)
     found = {name: np.sqrt(value) for name, value in total.items()}
-    heads = found["attention_heads"].reshape(config.layers, config.kv_heads, -1).sum(-1)
-    return Importance(found["mlp_neurons"], heads, (found["attention_input"] + found["mlp_input"]).sum(0))
+    heads = found["attention_heads"]
+    groups = heads.reshape(config.layers, config.kv_heads, -1).sum(-1)
+    channels = (found["attention_input"] + found["mlp_input"]).sum(0)
+    return Importance(found["mlp_neurons"], heads, groups, channels)
 
 
 def cost_of_removing(

@@ -48,7 +48,8 @@ def test_the_command_writes_a_folder_that_a_run_starts_from(run, tmp_path, capsy
     assert (small.layers, small.mlp, small.heads, small.kv_heads, small.width) == (2, 20, 4, 2, 32)
     config = run("--student.init", str(tmp_path / "small"))
     setup = set_up(config)
-    assert (setup.student.config.width, setup.layers) == (32, ()) and "small, 2 layers" in setup.introduction(1)
+    assert (setup.pair.student.config.width, setup.pair.layers) == (32, ())
+    assert "small, 2 layers" in setup.introduction(1)
     summary = distil(config, console=QUIET)
     assert summary["kl_before"] > summary["kl_after"]
     assert load_pretrained(tmp_path / "run" / "student").model.config.width == 32
@@ -78,8 +79,8 @@ def test_a_teacher_is_cut_to_the_tokens_of_its_student(run, tmp_path):
     save_pretrained(tmp_path / "trimmed", model, params, like=loaded, tokenizer=trimmed)
     flags = ["--teacher.path", str(words), "--student.init", str(tmp_path / "trimmed"), "--student.dropout", "0"]
     setup = set_up(run(*flags))
-    assert setup.teacher.config.tokens == setup.student.config.tokens == len(rows)
-    np.testing.assert_array_equal(setup.teacher_rows, rows)
+    assert setup.pair.teacher.config.tokens == setup.pair.student.config.tokens == len(rows)
+    np.testing.assert_array_equal(setup.pair.teacher_rows, rows)
     summary = distil(run(*flags, "--steps", "2"), console=QUIET)
     assert summary["kl_before"] == pytest.approx(0, abs=1e-6)  # the same model, seen through the same tokens
 
@@ -106,7 +107,8 @@ def wordy_teacher(folder):
 def test_a_random_student(run):
     config = run("--student.init", "random", "--steps", "1")
     setup = set_up(config)
-    assert setup.layers == () and setup.student.config.layers == 2 and "2 random layers" in setup.introduction(1)
+    assert (setup.pair.layers, setup.pair.student.config.layers) == ((), 2)
+    assert "2 random layers" in setup.introduction(1)
     assert distil(config, console=QUIET)["kl_before"] > 0.1
 
 
@@ -127,7 +129,11 @@ def test_a_student_whose_tokens_the_teacher_does_not_know(run, tmp_path):
         (["--layers", "0,x"], "--layers is '0,x'; expected numbers"),
         (["--layers", "0,7"], "Layers [0, 7] were to be kept; expected some of 0 to 3"),
         (["--mlp", "41"], "mlp is 41; the teacher has 40"),
-        (["--heads", "3"], "expected heads to be 2 times kv_heads"),
+        (
+            ["--heads", "3"],
+            "2 query heads share a key/value head; expected a multiple of 2, or kv_heads",
+        ),
+        (["--heads", "3", "--kv-heads", "2"], "expected as many for each, one of 2, 4"),
         (["--mesh", "nosuch"], "No mesh layout is called 'nosuch'"),
         (["--text", "nosuch.txt"], "nosuch.txt"),
     ],
