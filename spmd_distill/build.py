@@ -1,7 +1,7 @@
 """From a run file to the parts of a run: mapper, teacher, student, objective, optimizer."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,15 +14,11 @@ from spmd_distill.config import OptimizerConfig, RunConfig
 from spmd_distill.data import Rows
 from spmd_distill.errors import UserError
 from spmd_distill.head import AbstractHead, FusedHead, ReferenceHead
-from spmd_distill.interop import TextTokenizer, compare_tokenizers, rows_of
-from spmd_distill.loading import Checkpoint, Say, documents, open_checkpoint, tokenise
+from spmd_distill.loading import Say, documents, tokenise
 from spmd_distill.mappers import AbstractMapper, make_mapper
-from spmd_distill.models import Model, decoder
-from spmd_distill.prune import Keep, cut, evenly
-from spmd_distill.state import init_params, select_layers
 from spmd_distill.step import Distillation
+from spmd_distill.student import Pair, build_pair
 from spmd_distill.teachers import OnlineTeacher
-from spmd_distill.types import Params
 
 
 @dataclass(frozen=True)
@@ -30,78 +26,25 @@ class Setup:
     """The parts of a run, built but holding no array yet."""
 
     config: RunConfig
-    checkpoint: Checkpoint
-    """The teacher on disk."""
-    layers: tuple[int, ...]
-    """Which of the teacher's layers the student starts from; empty where it starts from none."""
+    pair: Pair
     run: Distillation
     tx: optax.GradientTransformation
     schedule: optax.Schedule
     """Learning rate by optimizer step."""
-    start: Checkpoint | None = None
-    """The checkpoint that the student starts from, where it is not made of the teacher."""
-    teacher_rows: np.ndarray | None = None
-    """The teacher's tokens that the student's tokenizer knows too, by the student's ids; None where it knows all."""
-
-    @property
-    def student(self) -> Model:
-        """The student, a decoder of ours."""
-        assert isinstance(self.run.student, Model)
-        return self.run.student
-
-    @property
-    def teacher(self) -> Model:
-        """The teacher, a decoder of ours."""
-        assert isinstance(self.run.teacher.model, Model)
-        return self.run.teacher.model
-
-    @property
-    def origin(self) -> Checkpoint:
-        """Whose tokenizer, config and files the student has."""
-        return self.start or self.checkpoint
-
-    @property
-    def tokenizer(self) -> TextTokenizer:
-        """What text is read with: the student's, whose tokens the teacher knows."""
-        return self.origin.tokenizer
-
-    def load_teacher(self) -> Params:
-        """The teacher's parameters on their devices, for the student's vocabulary."""
-        params, mapper = self.checkpoint.load(self.run.mapper), self.run.mapper
-        if self.teacher_rows is not None:
-            params, _ = cut(params, self.checkpoint.model, Keep(tokens=self.teacher_rows), mapper)
-        return params
-
-    def start_student(self, teacher: Params) -> Params:
-        """The student's parameters before the first step, on their devices."""
-        mapper = self.run.mapper
-        if self.start is not None:
-            return self.start.load(mapper)
-        if self.config.student.init == "random":
-            return init_params(self.student, mapper, self.config.seed)
-        return select_layers(teacher, self.student, self.layers, mapper)
 
     def scheduled(self, step: int) -> dict[str, float]:
         """The learning rate, and whatever else moves, as used in the optimizer step after ``step`` of them."""
         return {"learning_rate": float(np.asarray(self.schedule(step))), **moving_numbers(self.run.objective, step)}
 
-    @property
-    def beginning(self) -> str:
-        """What the student starts from, for people."""
-        if self.start is not None:
-            return f"{self.start.source}, {self.start.model.config.layers} layers"
-        listed = ", ".join(map(str, self.layers))
-        return f"its layers {listed}" if self.layers else f"{self.student.config.layers} random layers"
-
     def introduction(self, tokens: int) -> str:
         """What is about to run, as it was really put together, for people."""
         run, objective = self.run, self.run.objective
-        teacher, student, layout = self.teacher, self.student, run.mapper.layout
+        teacher, student, layout = self.pair.teacher, self.pair.student, run.mapper.layout
         grid = " x ".join(f"{axis} {n}" for axis, n in layout.sizes.items())
-        sizes = self.tokenizer.vocab_size, teacher.config.tokens, student.config.tokens
+        sizes = self.pair.tokenizer.vocab_size, teacher.config.tokens, student.config.tokens
         return (
             f"teacher: {teacher.config.layers} layers, {teacher.parameter_count / 1e6:.0f}M parameters; student: "
-            f"{self.beginning}, {student.parameter_count / 1e6:.0f}M parameters\n"
+            f"{self.pair.beginning}, {student.parameter_count / 1e6:.0f}M parameters\n"
             f"mesh {layout.name} ({grid}) on {len(run.mapper.devices)} {run.mapper.devices[0].platform} device(s), "
             f"mapper {run.mapper.name}, head {run.head.name}; {tokens:,} tokens to train on\n"
             f"objective: {describe(objective)}\n{describe_vocabulary(objective, *sizes)}"
@@ -115,42 +58,28 @@ def set_up(config: RunConfig, say: Say = lambda message: None) -> Setup:
         jax.config.update("jax_enable_x64", True)
     mapper = build_mapper(config.mesh, config.mapper)
     check_batch(config, mapper)
-    checkpoint = open_checkpoint(config.teacher.path, types.teacher, say)
-    start, rows, teacher = None, None, checkpoint.model
-    if config.student.init in ("teacher", "random"):
-        layers = student_layers(config, teacher.config.layers)
-        sizes = replace(teacher.config.of_layers(layers), param_dtype=types.student)
-        layers = layers if config.student.init == "teacher" else ()
-    else:
-        start = open_checkpoint(config.student.init, types.student, say)
-        layers, sizes = (), start.model.config
-        rows = shared_tokens(start, checkpoint)
-    if rows is not None:
-        say(f"the student's tokenizer knows {len(rows):,} of the teacher's {checkpoint.tokenizer.vocab_size:,} tokens")
-        teacher = decoder(Keep(tokens=rows).sizes(teacher.config))
-    student = decoder(replace(sizes, dropout=config.student.dropout, remat=config.student.remat))
-    for model in (teacher, student):
+    pair = build_pair(config, say)
+    for model in (pair.teacher, pair.student):
         model.specs(mapper.layout)  # says now what does not fit
-    counts = (start or checkpoint).tokenizer.vocab_size, teacher.config.tokens, student.config.tokens
+    counts = pair.tokenizer.vocab_size, pair.teacher.config.tokens, pair.student.config.tokens
     vocabulary = shared_vocabulary(config.objective.vocab_size, *counts)
     run = Distillation(
-        student,
-        OnlineTeacher(teacher),
+        pair.student,
+        OnlineTeacher(pair.teacher),
         build_objective(config.objective, vocabulary, say),
         mapper,
         build_head(config),
         jnp.dtype(types.compute),
     )
     schedule = build_schedule(config.optimizer, config.steps)
-    tx = build_optimizer(config.optimizer, schedule)
-    return Setup(config, checkpoint, layers, run, tx, schedule, start, rows)
+    return Setup(config, pair, run, build_optimizer(config.optimizer, schedule), schedule)
 
 
 def load_text(setup: Setup) -> tuple[Rows, Rows]:
     """Training rows and held-out rows, tokenised and checked against the vocabulary."""
-    config, tokenizer = setup.config, setup.tokenizer
+    config, tokenizer = setup.config, setup.pair.tokenizer
     training, aside = documents(config.data.train, config.data.heldout)
-    vocab = setup.run.objective.vocab_size or setup.student.config.tokens
+    vocab = setup.run.objective.vocab_size or setup.pair.student.config.tokens
     length, limit = config.data.length, config.data.max_train_tokens
     train = tokenise(training, tokenizer, length, vocab, limit, "training")
     return train, tokenise(aside, tokenizer, length, vocab, 2 * config.eval.rows * length, "held-out")
@@ -178,34 +107,6 @@ def check_batch(config: RunConfig, mapper: AbstractMapper) -> None:
             f"data.length is {data.length}, which mesh layout {layout.name!r} cannot cut into {layout.sizes['model']} "
             f"equal pieces of the sequence. Take a multiple, or another layout."
         )
-
-
-def student_layers(config: RunConfig, depth: int) -> tuple[int, ...]:
-    """The teacher's layers that the student is made of: as listed, or spread evenly from the first to the last."""
-    if config.student.layers is not None:
-        layers = config.student.layers
-        if not layers or any(not 0 <= i < depth for i in layers):
-            raise UserError(f"student.layers is {list(layers)}; expected layers of the teacher, 0 to {depth - 1}.")
-        return tuple(layers)
-    if config.student.depth > depth:
-        raise UserError(f"student.depth is {config.student.depth}, but the teacher has only {depth} layers.")
-    return evenly(depth, config.student.depth)
-
-
-def shared_tokens(student: Checkpoint, teacher: Checkpoint) -> np.ndarray | None:
-    """The teacher's id of each of the student's tokens; None where the tokenizers are one.
-
-    Raises `UserError` where the student knows a token that the teacher does not, saying how they differ.
-    """
-    difference = compare_tokenizers(teacher.tokenizer, student.tokenizer)
-    rows = rows_of(student.tokenizer, teacher.tokenizer)
-    if rows is None:
-        raise UserError(
-            f"The tokenizer of the student {student.source} is not that of the teacher {teacher.source}, and knows "
-            f"tokens that the teacher does not:\n{difference.describe()}\nExpected the same one, or one with fewer of "
-            f"its tokens."
-        )
-    return None if np.array_equal(rows, np.arange(teacher.tokenizer.vocab_size)) else rows
 
 
 def build_head(config: RunConfig) -> AbstractHead:

@@ -21,8 +21,8 @@ COMPARED = ("kl", "kl_reverse", "top1", "acceptance")
 
 def samples(setup: Setup, teacher: Params, student: Params) -> list[dict[str, str]]:
     """The run file's prompts, continued greedily by teacher and student."""
-    tokenizer, wanted, run = setup.tokenizer, setup.config.eval, setup.run
-    rows = min(setup.teacher.config.tokens, setup.student.config.tokens)
+    tokenizer, wanted, run = setup.pair.tokenizer, setup.config.eval, setup.run
+    rows = min(setup.pair.teacher.config.tokens, setup.pair.student.config.tokens)
     start = next((i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None), 0)
     prompts = [ids if len(ids := tokenizer.encode(p)) else [start] for p in wanted.prompts]
     found = [{"prompt": p} for p in wanted.prompts]
@@ -48,9 +48,9 @@ def export_student(
     """Write ``student/``: config, weights, tokenizer and card, as transformers loads them."""
     save_pretrained(
         folder.student,
-        setup.student,
+        setup.pair.student,
         params,
-        like=setup.origin,
+        like=setup.pair.origin,
         card=describe_run(setup, folder.path.name, before, after),
         overwrite=True,
     )
@@ -58,8 +58,8 @@ def export_student(
 
 def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> ModelCard:
     """The card of a run's student. Files are named without their folders: a card is published."""
-    config, run, source = setup.config, setup.run, setup.checkpoint.source
-    teacher, student = setup.teacher, setup.student
+    config, run, source = setup.config, setup.run, setup.pair.checkpoint.source
+    teacher, student = setup.pair.teacher, setup.pair.student
     names, *figures = ([str(cell) for cell in column.cells] for column in results_table(before, after).columns)
     return ModelCard(
         title=title,
@@ -69,7 +69,7 @@ def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: M
             "parameters": f"{teacher.parameter_count:,}",
         },
         student={
-            "started from": setup.beginning if setup.start is None else setup.start.source.path.name,
+            "started from": setup.pair.beginning if setup.pair.start is None else setup.pair.start.source.path.name,
             "parameters": f"{student.parameter_count:,}",
             "type": student.config.param_dtype,
         },
@@ -98,7 +98,7 @@ def summarise(
         "objective": describe_terms(setup.run.objective),
         "support": str(setup.run.objective.support),
         "vocab_size": setup.run.objective.vocab_size,
-        "student_layers": list(setup.layers),
+        "student_layers": list(setup.pair.layers),
         "teacher_parameters": setup.run.teacher.model.parameter_count,
         "student_parameters": setup.run.student.parameter_count,
         "teacher_ppl": perplexity(after["ce_teacher"]) if "ce_teacher" in after else None,

@@ -125,7 +125,7 @@ def _parts(config: RunConfig | None, held: str) -> tuple[Model, Model, Any]:
         teacher = DecoderConfig(width=32, heads=9, kv_heads=3, mlp=24, tied=False, **sizes)
         return decoder(student), decoder(teacher), build_objective(replace(RunConfig().objective, temperature=2.0))
     setup = set_up(replace(config, mesh="single", mapper="vmap"))
-    student, teacher = setup.student.config, setup.teacher.config
+    student, teacher = setup.pair.student.config, setup.pair.teacher.config
 
     def cut(sizes: Any) -> Model:
         two = sizes.of_layers((0, sizes.layers - 1)) if sizes.layers > 1 else sizes

@@ -51,7 +51,7 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
             folder.write_config(to_dict(config))
             folder.write_json("environment.json", environment())
         with progress.stage("placing the teacher's weights"):
-            teacher = setup.load_teacher()
+            teacher = setup.pair.load_teacher(setup.run.mapper)
         loop = Loop(setup, folder, progress, teacher, train, heldout)
         result = loop.run(resume)
         with progress.stage("continuing the prompts"):
@@ -172,7 +172,7 @@ class Loop:
     def _start(self) -> TrainState:
         run, setup = self.setup.run, self.setup
         with self.progress.stage("making the student"):
-            params = setup.start_student(self.teacher)
+            params = setup.pair.start_student(self.teacher, run.mapper, self.config.seed)
             return jax.block_until_ready(create_state(run, setup.tx, params, self.config.seed))
 
     def _restore(self, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
@@ -181,7 +181,7 @@ class Loop:
         for step, reason in checkpoints.bad.items():
             self.progress.note(f"checkpoint {step} is damaged ({reason}); going on from {checkpoints.restored}")
         self.loader.resume(meta["data"], int(state.step))
-        found, expected = self.setup.tokenizer.fingerprint(), meta["tokenizer"]
+        found, expected = self.setup.pair.tokenizer.fingerprint(), meta["tokenizer"]
         if found != expected:
             raise UserError(
                 f"The run in {self.folder.path} used another tokenizer (fingerprint {expected[:12]}, now "
@@ -190,7 +190,7 @@ class Loop:
         return state, meta
 
     def _save(self, checkpoints: Checkpoints, state: TrainState, step: int, meta: dict[str, Any]) -> None:
-        fingerprint = self.setup.tokenizer.fingerprint()
+        fingerprint = self.setup.pair.tokenizer.fingerprint()
         checkpoints.save(step, state, {**meta, "data": self.loader.state(step), "tokenizer": fingerprint})
 
     def _stop_if_not_finite(self, step: int, values: dict[str, float]) -> None:

@@ -20,6 +20,7 @@ LAYERS = (
     ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generation", "loading", "testing"),
     ("objective_config", "pretrained"),
     ("config", "compose", "prune"),
+    ("student",),
     ("build",),
     ("finish",),
     ("train", "plan", "proof"),
