@@ -113,7 +113,15 @@ class ForeignModel:
         def body(params: Params, batch: Batch, key: jax.Array | None) -> Unembedded:
             if key is not None:
                 key = jax.random.fold_in(key, shard_index(layout.batch_axes))
-            return self._read(self.run(params, batch, key), batch)
+            try:
+                return self._read(self.run(params, batch, key), batch)
+            except ValueError as error:
+                if "with_sharding_constraint" not in str(error):
+                    raise
+                raise UserError(
+                    f"{self.name}: with batch_axes='manual', a constraint inside can name the axis model alone; take "
+                    f"{', '.join(layout.batch_axes)} out of it, or leave them to XLA ('auto'). JAX says: {error}"
+                ) from error
 
         rows = layout.spec(("batch", None))
         outputs = jax.eval_shape(lambda *given: self._read(self.run(*given), batch), params, batch, key)

@@ -425,6 +425,10 @@ WRONG = {
     "does not divide": (annotated(P("data")), r"bag: parameter in: dimension 0 \(data\) has size 61"),
     "twice": (annotated(P("model", "model"), layout="single"), "mesh axis 'model'; one array can use an axis once"),
     "other tree": (lambda: bag(axes={"in": None}), "bag: axes must be a tree like params"),
+    "constraint": (
+        lambda: program("dp2_tp4", bag(batch_axes="manual"), bag()),
+        r"bag: with batch_axes='manual', a constraint inside can name the axis model alone, .*P\('data',\)",
+    ),
     "batch_axes": (lambda: bag(batch_axes="data"), "batch_axes is 'data'; expected 'auto' or 'manual'"),
 }  # fmt: skip
 
