@@ -62,6 +62,13 @@ class Keep:
             new = replace(new, width=width, embed_scale=scale)
         if self.tokens is not None:
             new = replace(new, vocab_size=len(self.tokens), vocab_rows=None)
+        same = (new.width, new.heads) == (config.width, config.heads)
+        if config.rope.kind == "longrope" and not same and new.width // new.heads != config.head_dim:
+            raise UserError(
+                f"A {config.family} model with long rotary factors cannot have a width of {new.width} and {new.heads} "
+                f"heads of {config.head_dim} channels: readers of its checkpoint take a head's channels to be width / "
+                f"heads. Cut both in proportion, or depth and neurons instead."
+            )
         return new
 
     def queries(self, config: DecoderConfig) -> np.ndarray | None:

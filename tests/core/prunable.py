@@ -26,8 +26,8 @@ def model_of(name: str) -> tuple[Model, Any]:
     return model, tree.unflatten([jnp.asarray(r.normal(size=x.shape) * 0.3) for x in leaves])
 
 
-def batch_of() -> Batch:
-    tokens = np.random.default_rng(0).integers(0, 131, (B, L + 1)).astype(np.int32)
+def batch_of(tokens: int = 131) -> Batch:
+    tokens = np.random.default_rng(0).integers(0, tokens, (B, L + 1)).astype(np.int32)
     segments = np.tile(np.repeat([1, 2], [7, 5]).astype(np.int32), (B, 1))
     segments[1, 9:] = 0
     positions = np.tile(np.r_[np.arange(7), np.arange(5)].astype(np.int32), (B, 1))
@@ -35,11 +35,12 @@ def batch_of() -> Batch:
 
 
 def logits(model: Model, params: Any) -> np.ndarray:
-    shard = Shard(MeshLayout.load("single"), jnp.dtype("float64"))
+    """``[B * L, V]`` of the tokens of `batch_of`."""
+    shard, tokens = Shard(MeshLayout.load("single"), jnp.dtype("float64")), model.config.tokens
 
     def run(params, batch):
         out = model.apply(params, batch, shard)
         return logits_of(out, out.hidden, 0)[0]
 
     spec = ONE.layout.spec(())
-    return np.asarray(jax.jit(ONE.map(run, (spec, spec), spec))(params, batch_of()))[:, : model.config.tokens]
+    return np.asarray(jax.jit(ONE.map(run, (spec, spec), spec))(params, batch_of(tokens)))[:, :tokens]
