@@ -24,6 +24,9 @@ class TeacherConfig:
 
     path: str = "demo"
     """A GGUF file, a Hugging Face folder, or ``demo``: SmolLM2-135M-Instruct, fetched once."""
+    attention: Literal["blockwise", "xla", "cudnn"] = "blockwise"
+    """What computes attention: blocks of queries in float32 or wider; `jax.nn.dot_product_attention` as XLA compiles
+    it; the same by cuDNN's flash attention (NVIDIA GPUs, in bfloat16)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class StudentConfig:
     depth: int = 11
     """Number of layers where ``layers`` is null."""
     dropout: float = 0.0
+    attention: Literal["blockwise", "xla", "cudnn"] = "blockwise"
+    """As the teacher's."""
     remat: Literal["none", "full", "sums", "dots"] = "dots"
     """What a layer's forward pass keeps for its backward pass: everything; its input alone (``full``); with it what
     attention returned and what came from other shards, so that no activation is sent twice (``sums``); with these the

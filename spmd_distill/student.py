@@ -69,7 +69,8 @@ def build_pair(config: RunConfig, say: Say) -> Pair:
     """Open what the run file names. Raises `UserError` for what does not fit together."""
     types = config.precision
     checkpoint = open_checkpoint(config.teacher.path, types.teacher, say)
-    teacher, settings = checkpoint.model, {"dropout": config.student.dropout, "remat": config.student.remat}
+    teacher = decoder(replace(checkpoint.model.config, attention=config.teacher.attention))
+    settings = {name: getattr(config.student, name) for name in ("dropout", "remat", "attention")}
     if config.student.init in ("teacher", "random"):
         layers = student_layers(config, teacher.config.layers)
         student = decoder(replace(teacher.config.of_layers(layers), param_dtype=types.student, **settings))

@@ -152,3 +152,10 @@ def test_nothing_is_written_over(run, tmp_path, capsys):
     (tmp_path / "small" / "mine.txt").write_text("mine")
     assert main(arguments(tmp_path, "--depth", "2")) == 2
     assert "expected a new or empty folder" in " ".join(capsys.readouterr().err.split())
+
+
+def test_attention_is_computed_by_what_the_run_file_says(run):
+    setup = set_up(run("--teacher.attention", "xla", "--student.attention", "xla"))
+    assert (setup.pair.teacher.config.attention, setup.pair.student.config.attention) == ("xla", "xla")
+    with pytest.raises(UserError, match="in bfloat16 or float16, found float32"):
+        distil(run("--steps", "1", "--teacher.attention", "cudnn"), console=QUIET)
