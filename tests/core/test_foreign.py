@@ -427,7 +427,7 @@ WRONG = {
     "other tree": (lambda: bag(axes={"in": None}), "bag: axes must be a tree like params"),
     "constraint": (
         lambda: program("dp2_tp4", bag(batch_axes="manual"), bag()),
-        r"bag: with batch_axes='manual', a constraint inside can name the axis model alone, .*P\('data',\)",
+        r"bag: with batch_axes='manual', a constraint inside can name the axis model alone; .*P\('data',\)",
     ),
     "batch_axes": (lambda: bag(batch_axes="data"), "batch_axes is 'data'; expected 'auto' or 'manual'"),
 }  # fmt: skip
