@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[int, tuple[tuple[int,
     parts = documents(["demo"], [])
     counts = options.calibration_rows, options.heldout_rows
     calibration, heldout = (
-        calibration_batches(texts, checkpoint.tokenizer, model.config, options.length, count, mapper, "the demo's")
+        calibration_batches(texts, checkpoint.tokenizer, options.length, count, mapper, "the demo's")
         for texts, count in zip(parts, counts, strict=True)
     )
 

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("--calibration-rows", type=int, default=8, metavar="N", help="of --text (default %(default)s)")
     prune.add_argument("--heldout-rows", type=int, default=16, metavar="N", help="of --text (default %(default)s)")
     prune.add_argument("--length", type=int, default=128, metavar="N", help="tokens a row (default %(default)s)")
-    prune.add_argument("--mesh", default="single", help="a layout by name or path (default %(default)s)")
+    prune.add_argument("--mesh", default="single", help="a layout by name or path, or auto (default %(default)s)")
     prune.set_defaults(act=_prune)
 
     verify = commands.add_parser("verify", help="prove that no layout and no mapper changes the result")
@@ -151,12 +151,13 @@ def _prune(options: argparse.Namespace, _: list[str]) -> int:
         except ValueError:
             raise UserError(f"--layers is {options.layers!r}; expected numbers with commas between, 0,3,7.") from None
     prepare_jax(devices_of(options.mesh))
+    from spmd_distill.build import build_mapper
     from spmd_distill.prune.command import Wanted, prune
 
     sizes = {name: getattr(options, name) for name in ("depth", "order", "mlp", "heads", "kv_heads", "width")}
     rows = {name: getattr(options, name) for name in ("calibration_rows", "heldout_rows", "length")}
     wanted = Wanted(layers, vocab_from=tuple(options.vocab_from), **sizes, **rows)
-    prune(options.teacher, options.out, wanted, options.text, options.mesh)
+    prune(options.teacher, options.out, wanted, options.text, build_mapper(options.mesh, "shard_map"))
     return 0
 
 

@@ -1,9 +1,9 @@
 """From a teacher's name to a folder with a smaller model: what `spmd-distill prune` does."""
 
 import json
-from collections.abc import Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from rich.table import Table
 from spmd_distill.data import Document, eval_batches
 from spmd_distill.errors import UserError
 from spmd_distill.interop import ModelCard, TextTokenizer, trim_tokenizer, used_tokens
-from spmd_distill.loading import Checkpoint, Say, documents, open_checkpoint, tokenise
+from spmd_distill.loading import Checkpoint, documents, open_checkpoint, tokenise
 from spmd_distill.mappers import AbstractMapper, make_mapper
-from spmd_distill.models import DecoderConfig
+from spmd_distill.models import DecoderConfig, Model
 from spmd_distill.pretrained import save_pretrained
 from spmd_distill.prune.importance import activations, agreement, cost_of_removing, layers_to_keep
 from spmd_distill.prune.keep import Keep, check_sizes, cut, evenly, keep_by_importance
@@ -62,7 +62,7 @@ class Wanted:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} is {value}; it must be at least 1.")
 
-    def sizes(self, config: DecoderConfig) -> dict[str, int | None]:
+    def sizes(self, config: DecoderConfig) -> dict[str, Any]:
         """Sizes within a layer for `keep_by_importance`, checked. ``heads`` alone is so many in whole groups."""
         shared, heads, kv_heads = config.heads // config.kv_heads, self.heads, self.kv_heads
         if heads is not None and kv_heads is None:
@@ -77,111 +77,152 @@ class Wanted:
         return found
 
     @property
+    def cuts(self) -> bool:
+        """Whether anything is to be cut."""
+        return self.ranks or self.layers is not None or self.depth is not None or bool(self.vocab_from)
+
+    @property
     def ranks(self) -> bool:
         """Whether parts of layers have to be ranked."""
         return any(x is not None for x in (self.mlp, self.heads, self.kv_heads, self.width))
 
 
 def prune(
-    teacher: str, out: str | Path, wanted: Wanted, text: Sequence[str] = ("demo",), mesh: str = "single",
+    teacher: str,
+    out: str | Path,
+    wanted: Wanted,
+    text: Sequence[str] = ("demo",),
+    mesh: str | AbstractMapper = "single",
     console: Console | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    heldout: Sequence[str] = (),
+    param_dtype: str = "float32",
+) -> dict[str, Any]:
     """Write a smaller model made of parts of ``teacher`` to ``out``; return what ``prune.json`` says.
 
-    Importance is measured on the training part of ``text``, and what the cut costs, before any training, on the
-    held-out part. The folder is a Hugging Face folder that transformers loads and that a run may start its student
-    from (``student.init``). Raises `UserError` for whatever the user can mend; then nothing is written.
+    Importance is measured on the training part of ``text``, and what the cut costs, before any training, on
+    ``heldout``, or without it on a tenth of ``text`` set aside. Where tokens are cut, the teacher is cut to the same
+    ones first. The folder is a Hugging Face folder that transformers loads and that a run may start its student from
+    (``student.init``). Raises `UserError` for whatever the user can mend; then nothing is written.
     """
     console = console or Console(stderr=True)
-    if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
-        raise UserError(f"{out}: is there already; expected a new or empty folder. Give another path.")
-
-    @contextmanager
-    def stage(what: str) -> Any:
-        with console.status(what):
-            yield
-
-    say: Say = console.print
-    with stage("opening the teacher"):
-        checkpoint = open_checkpoint(teacher, say=say)
-        config, mapper = checkpoint.model.config, make_mapper("shard_map", mesh)
-        wanted.sizes(config)
-        if wanted.layers is not None:
-            Keep(layers=wanted.layers).sizes(config)
-        if wanted.depth is not None and wanted.depth > config.layers:
-            raise UserError(f"depth is {wanted.depth}; the teacher has {config.layers} layers.")
-    with stage("tokenising the text"):
-        training, aside = documents(list(text), [], say)
-        tokenizer, tokens = _vocabulary(checkpoint.tokenizer, wanted, say)
-        rows = [
-            calibration_batches(part, checkpoint.tokenizer, config, wanted.length, count, mapper, what)
-            for part, count, what in (
-                (training, wanted.calibration_rows, "training"),
-                (aside, wanted.heldout_rows, "held-out"),
-            )
-        ]
-    with stage("placing the teacher's weights"):
-        params = checkpoint.load(mapper)
-    keep = _choose(checkpoint, params, mapper, rows[0], wanted, tokens, console)
-    with stage("cutting"):
-        small, student = cut(params, checkpoint.model, replace(keep, tokens=None), mapper)
-    with stage("measuring what it costs"):
-        before = agreement(checkpoint.model, params, checkpoint.model, params, mapper, rows[1])
-        after = agreement(student, small, checkpoint.model, params, mapper, rows[1])
-    with stage("writing"):
-        if tokens is not None:
-            small, student = cut(small, student, Keep(tokens=tokens), mapper)
-        report = _report(checkpoint, student.config, student.parameter_count, keep, before, after, wanted)
-        _save(out, checkpoint, student, small, tokenizer, report)
+    if not wanted.cuts:
+        raise UserError("Nothing to cut: expected depth, layers, mlp, heads, kv_heads, width or vocab_from.")
+    with _new_folder(Path(out)):
+        with _stage(console, "opening the teacher"):
+            checkpoint = open_checkpoint(teacher, param_dtype, console.print)
+            config = checkpoint.model.config
+            mapper = make_mapper("shard_map", mesh) if isinstance(mesh, str) else mesh
+            wanted.sizes(config)
+            if wanted.layers is not None:
+                Keep(layers=wanted.layers).sizes(config)
+            if wanted.depth is not None and wanted.depth > config.layers:
+                raise UserError(f"depth is {wanted.depth}; the teacher has {config.layers} layers.")
+        with _stage(console, "tokenising the text"):
+            training, aside = documents(list(text), list(heldout), console.print)
+            tokenizer, tokens = _vocabulary(checkpoint.tokenizer, wanted)
+            rows = [
+                calibration_batches(part, tokenizer or checkpoint.tokenizer, wanted.length, count, mapper, what)
+                for part, count, what in (
+                    (training, wanted.calibration_rows, "training"),
+                    (aside, wanted.heldout_rows, "held-out"),
+                )
+            ]
+        with _stage(console, "placing the teacher's weights"):
+            params, model = checkpoint.load(mapper), checkpoint.model
+            if tokens is not None:
+                params, model = cut(params, model, Keep(tokens=tokens), mapper)
+        keep = _choose(model, params, mapper, rows[0], wanted, console)
+        with _stage(console, "cutting"):
+            small, student = cut(params, model, keep, mapper)
+        with _stage(console, "measuring what it costs"):
+            before = agreement(model, params, model, params, mapper, rows[1])
+            after = agreement(student, small, model, params, mapper, rows[1])
+        with _stage(console, "writing"):
+            report = _report(checkpoint, student, keep, before, after, wanted)
+            _save(out, checkpoint, student, small, tokenizer, report)
     _show(report, console)
     return report
 
 
-def _vocabulary(tokenizer: TextTokenizer, wanted: Wanted, say: Say) -> tuple[TextTokenizer | None, np.ndarray | None]:
+@contextmanager
+def _stage(console: Console, what: str) -> Iterator[None]:
+    """Show that something is under way: a spinner on a terminal, a line elsewhere."""
+    if not console.is_terminal:
+        console.print(f"{what} ...")
+        yield
+    else:
+        with console.status(what):
+            yield
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[None]:
+    """Make the folder now, so that nothing is measured in vain; take it away again where nothing came of it."""
+    above = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out}: is there already; expected a new or empty folder. Give another path.")
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); expected a new folder. Give another.") from error
+    try:
+        yield
+    except BaseException as error:
+        for folder in above:  # from the inside out; one that holds anything stays
+            with suppress(OSError):
+                folder.rmdir()
+        if isinstance(error, OSError) and not isinstance(error, UserError):
+            raise UserError(f"{out}: cannot be written ({error.strerror or error}); nothing was kept.") from error
+        raise
+
+
+def _vocabulary(tokenizer: TextTokenizer, wanted: Wanted) -> tuple[TextTokenizer | None, np.ndarray | None]:
     if not wanted.vocab_from:
         return None, None
-    corpus, aside = documents(list(wanted.vocab_from), [], say)
-    trimmed, rows = trim_tokenizer(tokenizer, used_tokens(tokenizer, [d.text for d in (*corpus, *aside)]).tolist())
-    return trimmed, rows
+    corpus, aside = documents(list(wanted.vocab_from), [])
+    return trim_tokenizer(tokenizer, used_tokens(tokenizer, [d.text for d in (*corpus, *aside)]).tolist())
 
 
 def calibration_batches(
-    texts: Sequence[Document], tokenizer: TextTokenizer, config: DecoderConfig, length: int, count: int,
-    mapper: AbstractMapper, what: str,
-) -> list[Batch]:  # fmt: skip
+    texts: Sequence[Document], tokenizer: TextTokenizer, length: int, count: int, mapper: AbstractMapper, what: str
+) -> list[Batch]:
     """About ``count`` rows spread over the documents, in batches that the layout can cut."""
-    rows = tokenise(texts, tokenizer, length, config.tokens, 2 * count * length, what)
+    rows = tokenise(texts, tokenizer, length, tokenizer.vocab_size, 2 * count * length, what)
     every = max(len(rows) // count, 1)
     shards = mapper.layout.batch_shards
     return eval_batches(rows.subset(range(0, len(rows), every)[:count]), max(4 // shards, 1) * shards)
 
 
 def _choose(
-    checkpoint: Checkpoint, params: Params, mapper: AbstractMapper, rows: Sequence[Batch], wanted: Wanted,
-    tokens: np.ndarray | None, console: Console,
-) -> Keep:  # fmt: skip
-    model = checkpoint.model
+    model: Model, params: Params, mapper: AbstractMapper, rows: Sequence[Batch], wanted: Wanted, console: Console
+) -> Keep:
     depth, layers = model.config.layers, wanted.layers
     if wanted.depth is not None and wanted.order == "uniform":
         layers = evenly(depth, wanted.depth)
     elif wanted.depth is not None and wanted.depth < depth:
 
         def costs(layers: Sequence[int], removed: Sequence[int]) -> np.ndarray:
-            shown = f"measuring layers ({len(layers)} left)"
+            shown = f"measuring the model without each of {len(layers)} layers"
+            if not console.is_terminal:
+                console.print(f"{shown} ...")
             through = lambda layers: track(layers, shown, console=console, transient=True)  # noqa: E731
             return cost_of_removing(model, params, mapper, rows, layers, removed, progress=through)
 
         layers = layers_to_keep(costs, depth, wanted.depth, one_by_one=wanted.order == "one-by-one")
     importance = None
     if wanted.ranks:
-        with console.status("ranking neurons, heads and channels"):
+        with _stage(console, "ranking neurons, heads and channels"):
             importance = activations(model, params, mapper, rows)
-    return keep_by_importance(model.config, importance, layers, **wanted.sizes(model.config), tokens=tokens)
+    return keep_by_importance(model.config, importance, layers, **wanted.sizes(model.config))
 
 
 def _report(
-    checkpoint: Checkpoint, student: DecoderConfig, parameters: int, keep: Keep, before: dict[str, float],
-    after: dict[str, float], wanted: Wanted,
+    checkpoint: Checkpoint, student: Model, keep: Keep, before: dict[str, float], after: dict[str, float],
+    wanted: Wanted,
 ) -> dict[str, Any]:  # fmt: skip
     teacher = checkpoint.model.config
     names = {"layers": "layers", "mlp": "neurons of an MLP", "heads": "query heads", "kv_heads": "key/value heads",
@@ -190,8 +231,8 @@ def _report(
         "teacher": str(checkpoint.source),
         "order": wanted.order if wanted.layers is None else "as listed",
         "layers": list(range(teacher.layers)) if keep.layers is None else list(keep.layers),
-        "kept": {said: [getattr(teacher, key), getattr(student, key)] for key, said in names.items()}
-        | {"parameters": [checkpoint.model.parameter_count, parameters]},
+        "kept": {said: [getattr(teacher, key), getattr(student.config, key)] for key, said in names.items()}
+        | {"parameters": [checkpoint.model.parameter_count, student.parameter_count]},
         "heldout": {said: [before[key], after[key]] for key, said in SHOWN.items()},
     }
 

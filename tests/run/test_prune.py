@@ -55,17 +55,22 @@ def test_the_command_writes_a_folder_that_a_run_starts_from(run, tmp_path, capsy
     assert load_pretrained(tmp_path / "run" / "student").model.config.width == 32
 
 
-def test_a_trimmed_vocabulary_lines_the_teacher_up(run, tmp_path):
-    """The tiny tokenizer has nothing but bytes; one of its own with words is trimmed in the tokenizer's tests."""
+def test_a_trimmed_vocabulary(run, tmp_path):
+    """Where only tokens are cut, teacher and student are the same model of the same tokens."""
     run()
-    prune(
-        str(tmp_path / "teacher"),
+    text = str(tmp_path / "text")
+    report = prune(
+        str(wordy_teacher(tmp_path / "wordy")),
         tmp_path / "small",
-        Wanted(vocab_from=(str(tmp_path / "text"),)),
-        [str(tmp_path / "text")],
+        Wanted(vocab_from=(text,), length=16),
+        [text],
+        console=QUIET,
     )
-    small, teacher = open_checkpoint(tmp_path / "small"), open_checkpoint(tmp_path / "teacher")
-    assert small.tokenizer.vocab_size == teacher.tokenizer.vocab_size  # bytes stay
+    old, new = report["kept"]["tokens"]
+    small = open_checkpoint(tmp_path / "small")
+    assert small.tokenizer.vocab_size == small.model.config.tokens == new < old
+    assert report["heldout"]["KL to the teacher"] == [pytest.approx(0, abs=1e-6)] * 2
+    assert report["heldout"]["cross entropy"][0] == pytest.approx(report["heldout"]["cross entropy"][1], rel=1e-5)
 
 
 def test_a_teacher_is_cut_to_the_tokens_of_its_student(run, tmp_path):
@@ -135,7 +140,8 @@ def test_a_student_whose_tokens_the_teacher_does_not_know(run, tmp_path):
         ),
         (["--heads", "3", "--kv-heads", "2"], "expected as many for each, one of 2, 4"),
         (["--mesh", "nosuch"], "No mesh layout is called 'nosuch'"),
-        (["--text", "nosuch.txt"], "nosuch.txt"),
+        (["--mlp", "8", "--text", "nosuch.txt"], "nosuch.txt"),
+        ([], "Nothing to cut"),
     ],
 )
 def test_mistakes_are_sentences(run, tmp_path, capsys, flags, message):
@@ -150,6 +156,10 @@ def test_nothing_is_written_over(run, tmp_path, capsys):
     run()
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "mine.txt").write_text("mine")
+    assert (
+        main([*arguments(tmp_path, "--depth", "2")[:2], str(tmp_path / "small" / "mine.txt" / "x"), "--mlp", "1"]) == 2
+    )
+    assert "cannot be written (Not a directory)" in " ".join(capsys.readouterr().err.split())
     assert main(arguments(tmp_path, "--depth", "2")) == 2
     assert "expected a new or empty folder" in " ".join(capsys.readouterr().err.split())
 
