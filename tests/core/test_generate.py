@@ -44,6 +44,7 @@ def numbers(model: Model) -> Any:
         return jax.device_get(init_params(model, SINGLE, seed=0))
 
 
+@cache
 def on(layout: str, mapper_name: str, model: Model) -> tuple[Model, Any, Any]:
     mapper = sd.make_mapper(mapper_name, layout)
     return model, jax.device_put(numbers(model), mapper.shardings(model.specs(mapper.layout))), mapper
@@ -64,7 +65,7 @@ def greedily(model: Model, prompts: list[list[int]], steps: int) -> list[list[in
 
 @pytest.mark.parametrize(
     ("layout", "mapper_name"),
-    [("single", "vmap"), ("dp2_tp4", "shard_map"), ("fsdp2_tp4", "shard_map"), ("sp2_tp4", "shard_map")],
+    [("single", "vmap"), ("sp2_tp4", "shard_map"), ("fsdp2_tp4", "shard_map")],
 )
 def test_greedy_tokens_are_those_of_passes_over_whole_rows(layout, mapper_name):
     found = run(layout, mapper_name)
@@ -72,13 +73,13 @@ def test_greedy_tokens_are_those_of_passes_over_whole_rows(layout, mapper_name):
     assert len({tuple(ids) for ids in found}) == len(PROMPTS)
 
 
-DRAWN = Sampling(1.4, top_p=0.9, top_k=40)
+DRAWN = Sampling(1.4, top_p=0.9)
 
 
 @pytest.mark.parametrize(
     ("layout", "mapper_name"),
     [
-        *((name, "shard_map") for name in ("dp2_tp4", "fsdp2_tp4", "tp8", "fsdp2_sp4", "replica2_fsdp2_tp2")),
+        *((name, "shard_map") for name in ("dp2_tp4", "fsdp2_tp4", "tp8", "fsdp2_sp4")),
         ("fsdp2_tp4", "vmap"),
         ("fsdp2_sp4", "pmap"),
         ("replica2_fsdp2_tp2", "pmap"),
@@ -145,7 +146,7 @@ def test_only_tokens_below_vocab_size_are_chosen():
     assert max(map(max, free)) >= 20 > max(map(max, cut))
 
 
-@pytest.mark.parametrize(("layout", "mapper_name"), [("fsdp2_sp4", "shard_map"), ("single", "pmap")])
+@pytest.mark.parametrize(("layout", "mapper_name"), [("fsdp2_sp4", "shard_map"), ("replica2_fsdp2_tp2", "pmap")])
 def test_tokens_can_be_watched_as_they_come(layout, mapper_name):
     ends = [run(sampling=DRAWN)[0][3]]
     expected, seen = run(sampling=DRAWN, eos_ids=ends), []
