@@ -122,6 +122,8 @@ class Objective:
         # Divided before the head and not after it: a head's gradients are then final, and need no second copy.
         weights = weights / jnp.maximum(count, 1).astype(dtype)
         terms = tuple(t.for_head(label) for t, label in zip(self.terms, self.labels, strict=True))
+        if jnp.promote_types(teacher.hidden.dtype, jnp.float32) != dtype:  # one of them is float64
+            teacher = jax.tree.map(lambda x: x.astype(dtype), teacher)
         student, teacher = common_vocabulary(student, teacher, terms, self.vocab_size)
         labels, mask = batch.labels.reshape(-1), batch.mask.reshape(-1)
         out: HeadOutput = head(

@@ -1,6 +1,7 @@
 """What is minimised: names, weights, the losses on labels, and numbers that move without a new program."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from spmd_distill.divergences import Alpha, CrossEntropy, ForwardKL, Generalized
 from spmd_distill.head import FusedHead, ReferenceHead, Sampled, TopK
 from spmd_distill.mappers import make_mapper
 from spmd_distill.objective import Objective, WeightedTerm
-from spmd_distill.types import Batch, Unembedded
+from spmd_distill.types import Batch, LogitTransform, Unembedded
 
 FUSED = FusedHead(chunk=5)
 
@@ -180,3 +181,31 @@ def test_a_sample_does_not_depend_on_the_layout_and_does_on_step_and_key():
     assert again[0] == wanted[0] != later[0]
     keys = [jax.random.key_data(jax.random.key(seed)) for seed in (0, 1)]
     assert one(p, 3, keys[0])[0] == one(p, 9, keys[0])[0] != one(p, 3, keys[1])[0]
+
+
+@pytest.mark.parametrize("types", [(jnp.float32, jnp.float64), (jnp.float64, jnp.float32), (jnp.bfloat16, jnp.float64)])
+@pytest.mark.parametrize("head", [FusedHead(chunk=3), ReferenceHead()], ids=lambda head: head.name)
+def test_a_teacher_and_a_student_of_different_widths_of_numbers(head, types):
+    """As a module of another code base may be, where JAX is allowed float64: computed in the student's."""
+    with jax.enable_x64(True):
+        r = np.random.default_rng(0)
+        make = lambda dtype: Unembedded(  # noqa: E731
+            jnp.asarray(r.normal(size=(6, 4)), dtype), jnp.asarray(r.normal(size=(128, 4)), dtype), LogitTransform(128)
+        )
+        student, teacher = make(types[0]), make(types[1])
+        ids = jnp.zeros((1, 6), jnp.int32)
+        batch = Batch(ids, ids, ids == 0, ids, ids)
+        mapper = make_mapper("vmap", "single")
+
+        def body(student, teacher):
+            def loss(hidden):
+                moved = replace(student, hidden=hidden)
+                how = {"agreement": True, "batch_axes": ("data",)}
+                return Objective.mix(ForwardKL())(head, moved, teacher, batch, jnp.int32(0), jnp.int32(6), **how)[0]
+
+            return jax.value_and_grad(loss)(student.hidden)
+
+        spec = mapper.layout.spec(())
+        loss, gradient = jax.jit(mapper.map(body, (spec, spec), spec))(student, teacher)
+        assert loss.dtype == jnp.promote_types(types[0], jnp.float32) and gradient.dtype == types[0]
+        assert np.isfinite(loss)
