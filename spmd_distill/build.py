@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from spmd_distill.head import AbstractHead, FusedHead, ReferenceHead
 from spmd_distill.loading import Say, documents, tokenise
 from spmd_distill.mappers import AbstractMapper, make_mapper
 from spmd_distill.step import Distillation
-from spmd_distill.student import Pair, build_pair
+from spmd_distill.student import Pair, allow_float64, build_pair, prune_start
 from spmd_distill.teachers import OnlineTeacher
 
 
@@ -44,21 +45,31 @@ class Setup:
         sizes = self.pair.tokenizer.vocab_size, teacher.config.tokens, student.config.tokens
         return (
             f"teacher: {teacher.config.layers} layers, {teacher.parameter_count / 1e6:.0f}M parameters; student: "
-            f"{self.pair.beginning}, {student.parameter_count / 1e6:.0f}M parameters\n"
+            f"{self.pair.beginning()}, {student.parameter_count / 1e6:.0f}M parameters\n"
             f"mesh {layout.name} ({grid}) on {len(run.mapper.devices)} {run.mapper.devices[0].platform} device(s), "
             f"mapper {run.mapper.name}, head {run.head.name}; {tokens:,} tokens to train on\n"
             f"objective: {describe(objective)}\n{describe_vocabulary(objective, *sizes)}"
         )
 
 
-def set_up(config: RunConfig, say: Say = lambda message: None) -> Setup:
-    """Open the teacher and put the run together. Raises `UserError` for everything that does not fit."""
-    types = config.precision
-    if "float64" in (types.compute, types.teacher, types.student):
-        jax.config.update("jax_enable_x64", True)
+def prepare(config: RunConfig, folder: Path, stage: Any, say: Say = lambda message: None) -> Path | None:
+    """Make in ``folder`` what the student starts from, where it has to be pruned; see `prune_start`."""
+    allow_float64(config)
     mapper = build_mapper(config.mesh, config.mapper)
     check_batch(config, mapper)
-    pair = build_pair(config, say)
+    return prune_start(config, folder, mapper, stage, say)
+
+
+def set_up(config: RunConfig, say: Say = lambda message: None, start: Path | None = None) -> Setup:
+    """Open the teacher and put the run together. Raises `UserError` for everything that does not fit.
+
+    ``start`` is what `prepare` returned; without it, the parameters of a student that has to be pruned are random.
+    """
+    types = config.precision
+    allow_float64(config)
+    mapper = build_mapper(config.mesh, config.mapper)
+    check_batch(config, mapper)
+    pair = build_pair(config, say, start)
     for model in (pair.teacher, pair.student):
         model.specs(mapper.layout)  # says now what does not fit
     counts = pair.tokenizer.vocab_size, pair.teacher.config.tokens, pair.student.config.tokens

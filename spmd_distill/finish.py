@@ -59,7 +59,7 @@ def export_student(
 def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> ModelCard:
     """The card of a run's student. Files are named without their folders: a card is published."""
     config, run, source = setup.config, setup.run, setup.pair.checkpoint.source
-    teacher, student = setup.pair.teacher, setup.pair.student
+    teacher, student, start = setup.pair.teacher, setup.pair.student, setup.pair.start
     names, *figures = ([str(cell) for cell in column.cells] for column in results_table(before, after).columns)
     return ModelCard(
         title=title,
@@ -69,7 +69,7 @@ def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: M
             "parameters": f"{teacher.parameter_count:,}",
         },
         student={
-            "started from": setup.pair.beginning if setup.pair.start is None else setup.pair.start.source.path.name,
+            "started from": setup.pair.beginning(None if start is None else start.source.path.name),
             "parameters": f"{student.parameter_count:,}",
             "type": student.config.param_dtype,
         },

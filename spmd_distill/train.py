@@ -8,7 +8,7 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from spmd_distill.build import Setup, load_text, set_up
+from spmd_distill.build import Setup, load_text, prepare, set_up
 from spmd_distill.checkpoint import Checkpoints
 from spmd_distill.config import RunConfig, to_dict
 from spmd_distill.data import Loader, Rows, eval_batches
@@ -38,8 +38,9 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
     folder = RunFolder.open(config.run) if resume else RunFolder.create(config.run)
     with TrainProgress(config.steps, console) as progress:
         try:
+            start = prepare(config, folder.path / "start", progress.stage, progress.note)
             with progress.stage("opening the teacher"):
-                setup = set_up(config, progress.note)
+                setup = set_up(config, progress.note, start)
             with progress.stage("tokenising the text"):
                 train, heldout = load_text(setup)
         except BaseException:

@@ -1,9 +1,10 @@
 """From a teacher's name to a folder with a smaller model: what `spmd-distill prune` does."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ from spmd_distill.loading import Checkpoint, documents, open_checkpoint, tokenis
 from spmd_distill.mappers import AbstractMapper, make_mapper
 from spmd_distill.models import DecoderConfig, Model
 from spmd_distill.pretrained import save_pretrained
-from spmd_distill.prune.importance import activations, agreement, cost_of_removing, layers_to_keep
+from spmd_distill.prune.importance import Importance, activations, agreement, cost_of_removing, layers_to_keep
 from spmd_distill.prune.keep import Keep, check_sizes, cut, evenly, keep_by_importance
 from spmd_distill.types import Batch, Params
 
 ORDERS = ("uniform", "importance", "one-by-one")
 """How layers are chosen: spread evenly; those whose removal costs most, each alone; the same, measured anew after every
 removal."""
+Stage = Callable[[str], AbstractContextManager[None]]
+"""Shows that something is under way."""
+REPORT = "prune.json"
 SHOWN = {
     "kl": "KL to the teacher",
     "ce_student": "cross entropy",
@@ -63,7 +67,13 @@ class Wanted:
                 raise UserError(f"{name} is {value}; it must be at least 1.")
 
     def sizes(self, config: DecoderConfig) -> dict[str, Any]:
-        """Sizes within a layer for `keep_by_importance`, checked. ``heads`` alone is so many in whole groups."""
+        """Sizes within a layer for `keep_by_importance`. ``heads`` alone is so many in whole groups.
+
+        Raises `UserError` for what a model of ``config`` does not have, also for its layers.
+        """
+        Keep(layers=self.layers).sizes(config)
+        if self.depth is not None and self.depth > config.layers:
+            raise UserError(f"depth is {self.depth}; the teacher has {config.layers} layers.")
         shared, heads, kv_heads = config.heads // config.kv_heads, self.heads, self.kv_heads
         if heads is not None and kv_heads is None:
             if heads % shared:
@@ -75,6 +85,14 @@ class Wanted:
         found = {"mlp": self.mlp, "kv_heads": kv_heads, "width": self.width, "heads": heads}
         check_sizes(config, **found)
         return found
+
+    def first(self, config: DecoderConfig) -> Keep:
+        """The first of everything, where only sizes matter; tokens are not looked at."""
+        found = self.sizes(config)
+        layers = self.layers or evenly(config.layers, self.depth or config.layers)
+        each = {name: np.zeros((config.layers, getattr(config, name))) for name in ("mlp", "heads", "kv_heads")}
+        anything = Importance(each["mlp"], each["heads"], each["kv_heads"], np.zeros(config.width))
+        return keep_by_importance(config, anything, layers, **found)
 
     @property
     def cuts(self) -> bool:
@@ -97,6 +115,7 @@ def prune(
     *,
     heldout: Sequence[str] = (),
     param_dtype: str = "float32",
+    stage: Stage | None = None,
 ) -> dict[str, Any]:
     """Write a smaller model made of parts of ``teacher`` to ``out``; return what ``prune.json`` says.
 
@@ -104,21 +123,21 @@ def prune(
     ``heldout``, or without it on a tenth of ``text`` set aside. Where tokens are cut, the teacher is cut to the same
     ones first. The folder is a Hugging Face folder that transformers loads and that a run may start its student from
     (``student.init``). Raises `UserError` for whatever the user can mend; then nothing is written.
+
+    Progress and results go to ``console`` (None: stderr); with ``stage``, it shows what is under way, and nothing else
+    is shown.
     """
-    console = console or Console(stderr=True)
+    console = Console(quiet=True) if stage is not None else console or Console(stderr=True)
+    shown: Stage = stage or partial(_stage, console)
     if not wanted.cuts:
         raise UserError("Nothing to cut: expected depth, layers, mlp, heads, kv_heads, width or vocab_from.")
     with _new_folder(Path(out)):
-        with _stage(console, "opening the teacher"):
+        with shown("opening the teacher"):
             checkpoint = open_checkpoint(teacher, param_dtype, console.print)
             config = checkpoint.model.config
             mapper = make_mapper("shard_map", mesh) if isinstance(mesh, str) else mesh
             wanted.sizes(config)
-            if wanted.layers is not None:
-                Keep(layers=wanted.layers).sizes(config)
-            if wanted.depth is not None and wanted.depth > config.layers:
-                raise UserError(f"depth is {wanted.depth}; the teacher has {config.layers} layers.")
-        with _stage(console, "tokenising the text"):
+        with shown("tokenising the text"):
             training, aside = documents(list(text), list(heldout), console.print)
             tokenizer, tokens = _vocabulary(checkpoint.tokenizer, wanted)
             rows = [
@@ -128,17 +147,17 @@ def prune(
                     (aside, wanted.heldout_rows, "held-out"),
                 )
             ]
-        with _stage(console, "placing the teacher's weights"):
+        with shown("placing the teacher's weights"):
             params, model = checkpoint.load(mapper), checkpoint.model
             if tokens is not None:
                 params, model = cut(params, model, Keep(tokens=tokens), mapper)
-        keep = _choose(model, params, mapper, rows[0], wanted, console)
-        with _stage(console, "cutting"):
+        keep = _choose(model, params, mapper, rows[0], wanted, shown, None if stage else console)
+        with shown("cutting"):
             small, student = cut(params, model, keep, mapper)
-        with _stage(console, "measuring what it costs"):
+        with shown("measuring what it costs"):
             before = agreement(model, params, model, params, mapper, rows[1])
             after = agreement(student, small, model, params, mapper, rows[1])
-        with _stage(console, "writing"):
+        with shown("writing"):
             report = _report(checkpoint, student, keep, before, after, wanted)
             _save(out, checkpoint, student, small, tokenizer, report)
     _show(report, console)
@@ -198,24 +217,26 @@ def calibration_batches(
 
 
 def _choose(
-    model: Model, params: Params, mapper: AbstractMapper, rows: Sequence[Batch], wanted: Wanted, console: Console
-) -> Keep:
+    model: Model, params: Params, mapper: AbstractMapper, rows: Sequence[Batch], wanted: Wanted, shown: Stage,
+    bar: Console | None,
+) -> Keep:  # fmt: skip
     depth, layers = model.config.layers, wanted.layers
     if wanted.depth is not None and wanted.order == "uniform":
         layers = evenly(depth, wanted.depth)
     elif wanted.depth is not None and wanted.depth < depth:
 
         def costs(layers: Sequence[int], removed: Sequence[int]) -> np.ndarray:
-            shown = f"measuring the model without each of {len(layers)} layers"
-            if not console.is_terminal:
-                console.print(f"{shown} ...")
-            through = lambda layers: track(layers, shown, console=console, transient=True)  # noqa: E731
-            return cost_of_removing(model, params, mapper, rows, layers, removed, progress=through)
+            what = f"measuring the model without each of {len(layers)} layers"
+            measure = partial(cost_of_removing, model, params, mapper, rows, layers, removed)
+            if bar is not None and bar.is_terminal:
+                return measure(progress=lambda layers: track(layers, what, console=bar, transient=True))
+            with shown(what):
+                return measure()
 
         layers = layers_to_keep(costs, depth, wanted.depth, one_by_one=wanted.order == "one-by-one")
     importance = None
     if wanted.ranks:
-        with _stage(console, "ranking neurons, heads and channels"):
+        with shown("ranking neurons, heads and channels"):
             importance = activations(model, params, mapper, rows)
     return keep_by_importance(model.config, importance, layers, **wanted.sizes(model.config))
 
@@ -252,7 +273,22 @@ def _save(
         tags=("pruned", "spmd_distill"),
     )
     save_pretrained(out, student, params, like=checkpoint, tokenizer=tokenizer, card=card, overwrite=True)
-    (Path(out) / "prune.json").write_text(json.dumps(report, indent=2) + "\n")
+    (Path(out) / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """What ``prune.json`` in a model's folder says; None where there is none, or none that can be read."""
+    try:
+        found = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and {"kept", "layers"} <= found.keys() else None
+
+
+def describe(report: dict[str, Any]) -> str:
+    """What was kept, in a few words."""
+    sizes = [f"{new:,} of {old:,} {name}" for name, (old, new) in report["kept"].items() if old != new]
+    return f"{', '.join(sizes)}; layers {', '.join(map(str, report['layers']))}"
 
 
 def _show(report: dict[str, Any], console: Console) -> None:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny import tiny_run, tiny_teacher
+from tiny import tiny_run, tiny_teacher, train_until_first_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from spmd_distill.build import set_up
@@ -13,6 +13,7 @@ from spmd_distill.cli import main
 from spmd_distill.errors import UserError
 from spmd_distill.interop import TextTokenizer, save_huggingface, trim_tokenizer
 from spmd_distill.loading import open_checkpoint
+from spmd_distill.mappers import make_mapper
 from spmd_distill.models import export_params
 from spmd_distill.pretrained import load_pretrained, save_pretrained
 from spmd_distill.prune import Keep, cut
@@ -20,6 +21,10 @@ from spmd_distill.prune.command import Wanted, prune
 from spmd_distill.train import distil
 
 QUIET = Console(quiet=True)
+AS_IT_IS = ["--student.layers", "null", "--student.dropout", "0"]
+"""The tiny run takes two layers of what its student starts from."""
+SMALL = ["--mesh", "single", "--steps", "1", "--data.micro_batches", "1", "--eval.prompts", "[]"]
+"""What compiles fastest."""
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def test_the_command_writes_a_folder_that_a_run_starts_from(run, tmp_path, capsy
     assert report["heldout"]["KL to the teacher"][1] > 0.01
     small = open_checkpoint(tmp_path / "small").model.config
     assert (small.layers, small.mlp, small.heads, small.kv_heads, small.width) == (2, 20, 4, 2, 32)
-    config = run("--student.init", str(tmp_path / "small"))
+    config = run("--student.init", str(tmp_path / "small"), "--student.layers", "null", "--eval.prompts", "[]")
     setup = set_up(config)
     assert (setup.pair.student.config.width, setup.pair.layers) == (32, ())
     assert "small, 2 layers" in setup.introduction(1)
@@ -82,11 +87,11 @@ def test_a_teacher_is_cut_to_the_tokens_of_its_student(run, tmp_path):
     assert len(rows) < loaded.tokenizer.vocab_size
     params, model = cut(loaded.params, loaded.model, Keep(layers=(0, 1, 2, 3), tokens=rows), loaded.mapper)
     save_pretrained(tmp_path / "trimmed", model, params, like=loaded, tokenizer=trimmed)
-    flags = ["--teacher.path", str(words), "--student.init", str(tmp_path / "trimmed"), "--student.dropout", "0"]
+    flags = ["--teacher.path", str(words), "--student.init", str(tmp_path / "trimmed"), *AS_IT_IS]
     setup = set_up(run(*flags))
     assert setup.pair.teacher.config.tokens == setup.pair.student.config.tokens == len(rows)
     np.testing.assert_array_equal(setup.pair.teacher_rows, rows)
-    summary = distil(run(*flags, "--steps", "2"), console=QUIET)
+    summary = distil(run(*flags, *SMALL), console=QUIET)
     assert summary["kl_before"] == pytest.approx(0, abs=1e-6)  # the same model, seen through the same tokens
 
 
@@ -110,17 +115,77 @@ def wordy_teacher(folder):
 
 
 def test_a_random_student(run):
-    config = run("--student.init", "random", "--steps", "1")
+    config = run("--student.init", "random", *SMALL)
     setup = set_up(config)
-    assert (setup.pair.layers, setup.pair.student.config.layers) == ((), 2)
+    assert setup.pair.layers == () and setup.pair.student.config.layers == 2
     assert "2 random layers" in setup.introduction(1)
     assert distil(config, console=QUIET)["kl_before"] > 0.1
+
+
+CUTS = ["--student.layers", "null", "--student.mlp", "20", "--student.heads", "2", "--student.kv_heads", "2"]
+
+
+def test_a_run_prunes_its_student_once(run, tmp_path):
+    config = run(*CUTS, "--student.depth", "3", "--student.order", "importance", "--eval.prompts", "[]")
+    train_until_first_checkpoint(config)
+    start = tmp_path / "run" / "start"
+    kept = json.loads((start / "prune.json").read_text())
+    assert kept["order"] == "importance" and kept["kept"]["layers"] == [4, 3] and len(kept["layers"]) == 3
+    written = {path: path.stat().st_mtime_ns for path in start.iterdir()}
+    distil(config, resume=True, console=QUIET)
+    assert {path: path.stat().st_mtime_ns for path in start.iterdir()} == written
+    student = open_checkpoint(tmp_path / "run" / "student").model.config
+    assert (student.layers, student.mlp, student.heads, student.kv_heads) == (3, 20, 2, 2)
+    card = (tmp_path / "run" / "student" / "README.md").read_text()
+    assert "started from: start, 3 layers, pruned to 3 of 4 layers, 20 of 40 neurons of an MLP, 2 of 6 query" in card
+    assert str(tmp_path) not in card
+    proved = set_up(config).pair  # what verify proves: the sizes, with random parameters
+    assert proved.student.config.mlp == 20 and proved.start is None
+
+
+def test_a_random_student_of_other_sizes(run):
+    pair = set_up(run(*CUTS, "--student.init", "random", "--student.width", "32")).pair
+    sizes = pair.student.config
+    assert (sizes.layers, sizes.mlp, sizes.heads, sizes.kv_heads, sizes.width) == (4, 20, 2, 2, 32)
+    params = pair.start_student(None, make_mapper("shard_map", "single"), seed=0)
+    assert params["layers"]["mlp"]["up"].shape == (4, 32, 20)
+
+
+def test_tables_of_other_heights_line_up(run, tmp_path):
+    """Models of one tokenizer pad their vocabularies differently."""
+    tall = tiny_teacher(tmp_path / "tall", rows=400)
+    run()
+    for teacher, student in ((tall, tmp_path / "teacher"), (tmp_path / "teacher", tall)):
+        flags = ["--teacher.path", str(teacher), "--student.init", str(student), *AS_IT_IS]
+        pair = set_up(run(*flags)).pair
+        assert pair.teacher.config.padded_vocab == pair.student.config.padded_vocab == 384
+        assert pair.teacher.config.tokens == pair.student.config.tokens == 258
+    summary = distil(run(*flags, *SMALL), console=QUIET)
+    assert np.isfinite(summary["kl_before"])
+    assert load_pretrained(tmp_path / "run" / "student").model.config.vocab_size == 258
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--student.mlp", "0"], "student.mlp is 0; it must be at least 1"),
+        (["--student.order", "importance"], "student.layers are listed: student.order importance has nothing"),
+        (["--student.layers", "null", "--student.order", "importance"], "expected student.depth beside it"),
+        (["--student.init", "random", "--student.vocab_from", "[x]"], "student.vocab_from needs a model to choose"),
+    ],
+)
+def test_settings_that_contradict_each_other(run, flags, message):
+    with pytest.raises(UserError, match=message):
+        run(*flags)
 
 
 def test_a_student_whose_tokens_the_teacher_does_not_know(run, tmp_path):
     words = wordy_teacher(tmp_path / "wordy")
     with pytest.raises(UserError, match=r"(?s)tokenizer of the student .*wordy is not that of the teacher.*Expected"):
-        set_up(run("--student.init", str(words)))
+        set_up(run("--student.init", str(words), *AS_IT_IS))
+    with pytest.raises(UserError, match="is not that of the teacher"):
+        distil(run("--student.init", str(words)), console=QUIET)  # some of its layers
+    assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="nowhere: no such file or folder"):
         set_up(run("--student.init", str(tmp_path / "nowhere")))
 

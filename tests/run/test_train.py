@@ -93,7 +93,7 @@ def test_the_students_card_tells_of_the_run_and_of_no_folder(finished):
     for section in ("# run", "## Teacher", "## Student", "## Data", "## Objective", "## Results"):
         assert f"\n{section}\n" in card
     assert f"| {summary['kl_before']:.4f} | {summary['kl_after']:.4f} |" in card
-    assert "- layers of the teacher that it started from: 0, 3\n" in card and "- training text: text\n" in card
+    assert "- started from: the teacher's layers 0, 3\n" in card and "- training text: text\n" in card
     assert str(folder) not in card
 
 
