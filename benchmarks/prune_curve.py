@@ -39,7 +39,7 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> dict[str, dict[int, tuple[tuple[int, ...], float]]]:
     from spmd_distill.loading import documents, open_checkpoint
     from spmd_distill.mappers import make_mapper
-    from spmd_distill.prune import Keep, agreement, cost_of_removing, cut, evenly
+    from spmd_distill.prune import Keep, agreement, cut, evenly, measure_removals
     from spmd_distill.prune.command import calibration_batches
 
     checkpoint, mapper = open_checkpoint("demo"), make_mapper("shard_map", "single")
@@ -52,9 +52,11 @@ def measure(options: argparse.Namespace) -> dict[str, dict[int, tuple[tuple[int,
         for texts, count in zip(parts, counts, strict=True)
     )
 
+    measured = measure_removals(model, params, mapper, calibration)
+
     def costs(layers: Any, removed: Any) -> Any:
         say(f"measuring {len(layers)} layers, {len(removed)} removed")
-        return cost_of_removing(model, params, mapper, calibration, layers, removed)
+        return measured(layers, removed)
 
     orders: dict[str, Any] = {}
     if "uniform" in options.orders:

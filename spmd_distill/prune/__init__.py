@@ -5,6 +5,7 @@ from spmd_distill.prune.importance import activations as activations
 from spmd_distill.prune.importance import agreement as agreement
 from spmd_distill.prune.importance import cost_of_removing as cost_of_removing
 from spmd_distill.prune.importance import layers_to_keep as layers_to_keep
+from spmd_distill.prune.importance import measure_removals as measure_removals
 from spmd_distill.prune.keep import Keep as Keep
 from spmd_distill.prune.keep import cut as cut
 from spmd_distill.prune.keep import evenly as evenly
@@ -20,4 +21,5 @@ __all__ = [
     "evenly",
     "keep_by_importance",
     "layers_to_keep",
+    "measure_removals",
 ]

@@ -20,7 +20,7 @@ from spmd_distill.loading import Checkpoint, documents, open_checkpoint, tokenis
 from spmd_distill.mappers import AbstractMapper, make_mapper
 from spmd_distill.models import DecoderConfig, Model
 from spmd_distill.pretrained import save_pretrained
-from spmd_distill.prune.importance import Importance, activations, agreement, cost_of_removing, layers_to_keep
+from spmd_distill.prune.importance import Importance, activations, agreement, layers_to_keep, measure_removals
 from spmd_distill.prune.keep import Keep, check_sizes, cut, evenly, keep_by_importance
 from spmd_distill.types import Batch, Params
 
@@ -224,14 +224,14 @@ def _choose(
     if wanted.depth is not None and wanted.order == "uniform":
         layers = evenly(depth, wanted.depth)
     elif wanted.depth is not None and wanted.depth < depth:
+        measured = measure_removals(model, params, mapper, rows)
 
         def costs(layers: Sequence[int], removed: Sequence[int]) -> np.ndarray:
             what = f"measuring the model without each of {len(layers)} layers"
-            measure = partial(cost_of_removing, model, params, mapper, rows, layers, removed)
             if bar is not None and bar.is_terminal:
-                return measure(progress=lambda layers: track(layers, what, console=bar, transient=True))
+                return measured(layers, removed, lambda layers: track(layers, what, console=bar, transient=True))
             with shown(what):
-                return measure()
+                return measured(layers, removed)
 
         layers = layers_to_keep(costs, depth, wanted.depth, one_by_one=wanted.order == "one-by-one")
     importance = None

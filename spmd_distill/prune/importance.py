@@ -96,8 +96,18 @@ def cost_of_removing(
 ) -> np.ndarray:
     """KL of the model to itself without a layer, for each of ``layers``, in nats a token; float64.
 
-    ``removed`` are gone already. A layer is removed by taking what it adds to the hidden state away (its two output
-    projections become zero), in one compiled program for all of them; the whole model runs once.
+    ``removed`` are gone already.
+    """
+    return measure_removals(model, params, mapper, batches, dtype)(layers, removed, progress)
+
+
+def measure_removals(
+    model: Model, params: Params, mapper: AbstractMapper, batches: Sequence[Batch], dtype: Any = "float32"
+) -> Callable[..., np.ndarray]:
+    """`cost_of_removing` as a function of ``(layers, removed, progress)`` that may be asked again and again.
+
+    A layer is removed by taking what it adds to the hidden state away (its two output projections become zero), in one
+    compiled program for all of them; the whole model runs once.
     """
     layout = mapper.layout
     shard, head = Shard(layout, jnp.dtype(dtype)), FusedHead()
@@ -130,15 +140,21 @@ def cost_of_removing(
     run = jax.jit(lambda params, gone, *rest: compare(without(params, gone), *rest))
     placed = list(_placed(batches, mapper, layout))
     kept = [jax.block_until_ready(run_whole(params, batch)) for batch in placed]
-    costs = []
-    for layer in progress(layers):
-        gone = np.isin(np.arange(model.config.layers), [layer, *removed])
-        total, count = 0.0, 0
-        for batch, hidden in zip(placed, kept, strict=True):
-            value, valid = jax.device_get(jax.block_until_ready(run(params, gone, hidden, batch)))
-            total, count = total + float(value), count + int(valid)
-        costs.append(total / max(count, 1))
-    return np.asarray(costs)
+
+    def costs(
+        layers: Sequence[int], removed: Sequence[int] = (), progress: Progress = lambda layers: layers
+    ) -> np.ndarray:
+        found = []
+        for layer in progress(layers):
+            gone = np.isin(np.arange(model.config.layers), [layer, *removed])
+            total, count = 0.0, 0
+            for batch, hidden in zip(placed, kept, strict=True):
+                value, valid = jax.device_get(jax.block_until_ready(run(params, gone, hidden, batch)))
+                total, count = total + float(value), count + int(valid)
+            found.append(total / max(count, 1))
+        return np.asarray(found)
+
+    return costs
 
 
 def layers_to_keep(
