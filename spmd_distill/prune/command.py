@@ -296,7 +296,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
     for name, (old, new) in report["kept"].items():
         table.add_row(name, f"{old:,}", f"{new:,}")
     console.print(table)
-    table = Table("", "teacher", "student", title="What it cost: held-out text, before any training")
+    table = Table("", "teacher", "student", title="What it cost, untrained")
     for name, (old, new) in report["heldout"].items():
         table.add_row(name, f"{old:.4f}", f"{new:.4f}")
     console.print(table)
