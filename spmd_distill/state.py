@@ -64,7 +64,7 @@ def abstract_state(run: Distillation, tx: optax.GradientTransformation) -> Train
 
 
 def select_layers(params: Params, model: Model, layers: Sequence[int], mapper: AbstractMapper) -> Params:
-    """Parameters of a student that is made of some of a model's own layers, copied on the devices.
+    """Parameters of a student made of some of a model's own layers, copied on the devices in the student's own type.
 
     ``params`` belong to a deeper model of the same width as ``model``; ``layers`` are its layer numbers, from 0.
     """
@@ -76,10 +76,8 @@ def select_layers(params: Params, model: Model, layers: Sequence[int], mapper: A
     index = jnp.asarray(list(layers))
 
     def take(params: Params) -> Params:
-        return {
-            **jax.tree.map(jnp.copy, params),
-            "layers": jax.tree.map(lambda x: x[index], params["layers"]),
-        }
+        taken = {**params, "layers": jax.tree.map(lambda x: x[index], params["layers"])}
+        return jax.tree.map(lambda x, kind: jnp.array(x, kind.dtype), taken, model.abstract)
 
     shardings: Any = mapper.shardings(model.specs(mapper.layout))
     return jax.jit(take, out_shardings=shardings)(params)

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -227,6 +228,19 @@ def test_nothing_is_written_over(run, tmp_path, capsys):
     assert "cannot be written (Not a directory)" in " ".join(capsys.readouterr().err.split())
     assert main(arguments(tmp_path, "--depth", "2")) == 2
     assert "expected a new or empty folder" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("init", ["teacher", "random", "path"])
+@pytest.mark.parametrize(("teacher", "student"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_teacher_and_student_are_held_in_their_own_types(run, tmp_path, init, teacher, student):
+    flags = ["--precision.teacher", teacher, "--precision.student", student]
+    if init != "teacher":
+        flags += ["--student.init", str(tiny_teacher(tmp_path / "other")) if init == "path" else init]
+    setup = set_up(run(*flags))
+    held = setup.pair.load_teacher(setup.run.mapper)
+    start = setup.pair.start_student(held, setup.run.mapper, 0)
+    assert {x.dtype.name for x in jax.tree.leaves(held)} == {teacher}
+    assert {x.dtype.name for x in jax.tree.leaves(start)} == {student}
 
 
 def test_attention_is_computed_by_what_the_run_file_says(run):
