@@ -198,6 +198,10 @@ class MeshLayout:
         """Whether activations between blocks are sharded along the sequence (rule ``length: model``)."""
         return dict(self.rules).get("length", ()) == ("model",)
 
+    def with_whole_rows(self) -> "MeshLayout":
+        """The layout with uncut sequences between blocks. Parameters lie where they lay."""
+        return replace(self, rules=tuple(rule for rule in self.rules if rule[0] != "length"))
+
     def resolve(self, devices: int) -> "MeshLayout":
         """Fill in an axis of size -1 for ``devices`` devices; raise `UserError` where the layout does not fit them."""
         if -1 in self.sizes.values():

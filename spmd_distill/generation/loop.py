@@ -26,11 +26,6 @@ State = dict[str, Any]
 """What a step changes; see `Generation.start`."""
 
 
-def without_length(layout: MeshLayout) -> MeshLayout:
-    """The layout with whole sequences between blocks: one token cannot be cut. Parameters lie where they lay."""
-    return replace(layout, rules=tuple(rule for rule in layout.rules if rule[0] != "length"))
-
-
 @dataclass(frozen=True)
 class Generation:
     """Generation with one model on one layout, as one shard of it sees it.

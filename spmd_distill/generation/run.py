@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_distill.errors import UserError
-from spmd_distill.generation.loop import NONE, Generation, Prompt, State, without_length
+from spmd_distill.generation.loop import NONE, Generation, Prompt, State
 from spmd_distill.generation.sampling import GREEDY, Kind, Numbers, Sampling
 from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Model
@@ -107,7 +107,7 @@ def _programs(
     model: Model, mapper: AbstractMapper, dtype: str, vocab_size: int, kind: Kind, room: int
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Three jitted functions: to the end; to the first token; from a state on. They are compiled when called."""
-    layout = without_length(mapper.layout)
+    layout = mapper.layout.with_whole_rows()
     one = Generation(model, layout, dtype, vocab_size, kind, room)
     table, states = layout.spec(("batch", None)), one.state_specs()
     given = (model.specs(layout), {"tokens": table, "lengths": layout.spec(("batch",))}, REPLICATED)

@@ -10,7 +10,7 @@ from whole_rows import SINGLE, whole
 
 import spmd_distill as sd
 from spmd_distill.generation import GREEDY, Sampling, generate
-from spmd_distill.generation.loop import Generation, without_length
+from spmd_distill.generation.loop import Generation
 from spmd_distill.generation.run import _batched, _bucket
 from spmd_distill.models import Model
 from spmd_distill.sharding import REPLICATED
@@ -127,7 +127,7 @@ def test_the_loop_is_left_when_the_last_row_of_any_shard_has_ended(layout):
     lengths = [len(ended(ids, set(ends.tolist()))) for ids in free]
     assert max(lengths[:2]) < max(lengths[2:]) < 10
     model, params, mapper = on(layout, "vmap", tiny())
-    plain = without_length(mapper.layout)
+    plain = mapper.layout.with_whole_rows()
     one = Generation(model, plain, "float64", 61, GREEDY.kind, 10)
     given = GREEDY.numbers(0) | {"eos": ends, "pad": np.int32(0), "until": np.int32(10)}
 
