@@ -86,6 +86,8 @@ class Decoder(nnx.Module):
         if dropout_key is not None and config.dropout > 0:
             keys = token_keys(dropout_key, h.shape[0], h.shape[1], shard)
 
+        if cache is not None:
+            cache = cache.expecting(batch.segments)
         graphdef, stacked = nnx.split(self.layers)
 
         def layer(h: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
@@ -115,7 +117,7 @@ class Decoder(nnx.Module):
             return out, seen
         if cache is None or written is None:
             return out
-        return out, cache.after(written[0], written[1], batch.segments)
+        return out, cache.after(written[0], written[1], batch.segments.shape[1])
 
     def _places(self, positions: jax.Array, shard: Shard) -> tuple[Any, Any]:
         """Two functions of a layer's number: its rotation and its window."""

@@ -125,7 +125,7 @@ class Attention(nnx.Module):
         q, k = rotate(q, rotation), rotate(k, rotation)
         scores = Scores(c.attention_scale, c.attention_softcap, c.attention)
         if cache is not None:
-            cache = cache.write(k, v, segments)
+            cache = cache.write(k, v)
         if cache is None or cache.fresh:
             out = attend(q, k, v, segments, c.attention_block, scores, window)
         else:
