@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd_distill.models.config import DecoderConfig
 from spmd_distill.models.family import (
+    THEIR_ACTIVATIONS,
     HuggingFace,
     llama_rules,
     local_layers,
@@ -24,28 +25,28 @@ rules = llama_rules
 
 def config_from_huggingface(config: HuggingFace) -> DecoderConfig:
     """Read a Hugging Face ``config.json``; raise `UserError` for a feature this family's code does not have."""
-    refuse(config, "gemma2", attention_bias=False, use_bidirectional_attention=False)
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return read_gemma(caps | dict(config), "gemma2", pattern=(True, False))
+
+
+def read_gemma(config: HuggingFace, family: str, pattern: tuple[bool, ...], **differences: Any) -> DecoderConfig:
+    """What all Gemmas differ in from Llama, and the ``differences`` of one; ``pattern`` says which layers are local."""
+    refuse(config, family, attention_bias=False, use_bidirectional_attention=False)
     config = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", **config}
     return read_config(
         config,
-        "gemma2",
+        family,
         tied=True,
-        **gemma(config, query_scalar=256),
+        norms="both",
+        norm_offset=1.0,
+        embed_scale=math.sqrt(config.get("hidden_size", 0)),
+        attention_scale=(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+        attention_softcap=config.get("attn_logit_softcapping"),
+        logit_softcap=config.get("final_logit_softcapping"),
         window=config.get("sliding_window", 4096),
-        local_layers=local_layers(config, "gemma2", pattern=(True, False)),
-        attention_softcap=config.get("attn_logit_softcapping", 50.0),
-        logit_softcap=config.get("final_logit_softcapping", 30.0),
+        local_layers=local_layers(config, family, pattern),
+        **differences,
     )
-
-
-def gemma(config: HuggingFace, query_scalar: float) -> dict[str, Any]:
-    """What all Gemmas differ in from Llama."""
-    return {
-        "norms": "both",
-        "norm_offset": 1.0,
-        "embed_scale": math.sqrt(config.get("hidden_size", 0)),
-        "attention_scale": (config.get("query_pre_attn_scalar") or query_scalar) ** -0.5,
-    }
 
 
 def config_to_huggingface(config: DecoderConfig, original: HuggingFace | None = None) -> dict[str, Any]:
@@ -57,10 +58,9 @@ def write_gemma(config: DecoderConfig) -> dict[str, Any]:
     """The keys that all Gemmas write."""
     scale = config.attention_scale or config.head_dim**-0.5
     squared = scale**-2
-    activation = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}[config.activation]
     return {
         "attention_bias": False,
-        "hidden_activation": activation,
+        "hidden_activation": THEIR_ACTIVATIONS[config.activation],
         "query_pre_attn_scalar": round(squared) if abs(squared - round(squared)) < 1e-6 else squared,
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.logit_softcap,

@@ -7,17 +7,8 @@ positions of their own, to one that sees everything.
 from typing import Any
 
 from spmd_distill.models.config import DecoderConfig
-from spmd_distill.models.family import (
-    FULL,
-    LOCAL,
-    HuggingFace,
-    llama_rules,
-    local_layers,
-    read_config,
-    refuse,
-    write_config,
-)
-from spmd_distill.models.gemma2 import gemma, write_gemma
+from spmd_distill.models.family import LOCAL, HuggingFace, llama_rules, write_config
+from spmd_distill.models.gemma2 import read_gemma, write_gemma
 from spmd_distill.models.rope import Rope, rope_from_huggingface
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
@@ -26,26 +17,13 @@ rules = llama_rules
 
 def config_from_huggingface(config: HuggingFace) -> DecoderConfig:
     """Read a Hugging Face ``config.json``; raise `UserError` for a feature this family's code does not have."""
-    refuse(config, "gemma3", attention_bias=False, use_bidirectional_attention=False)
-    config = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1e6, **config}
+    config = {"rope_theta": 1e6, **config}
     every = config.get("sliding_window_pattern") or 6
     if LOCAL in (config.get("rope_parameters") or {}):
         near = rope_from_huggingface({**config, "rope_scaling": None}, LOCAL, "gemma3 config")
     else:
         near = Rope(float(config.get("rope_local_base_freq") or 10000.0))
-    return read_config(
-        config,
-        "gemma3",
-        tied=True,
-        **gemma(config, query_scalar=256),
-        qk_norm="head",
-        window=config.get("sliding_window", 4096),
-        local_layers=local_layers(config, "gemma3", pattern=(True,) * (every - 1) + (False,)),
-        attention_softcap=config.get("attn_logit_softcapping"),
-        logit_softcap=config.get("final_logit_softcapping"),
-        rope=rope_from_huggingface(config, FULL, "gemma3 config"),
-        local_rope=near,
-    )
+    return read_gemma(config, "gemma3", (True,) * (every - 1) + (False,), qk_norm="head", local_rope=near)
 
 
 def config_to_huggingface(config: DecoderConfig, original: HuggingFace | None = None) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def rope_from_huggingface(config: Any, layer_type: str | None = None, where: str
         written = written[layer_type] or {}
     rope = {**(config.get("rope_scaling") or {}), **written}
     kind = rope.get("rope_type", rope.get("type", "default")) or "default"
-    kind = {"su": "longrope", "mrope": "mrope"}.get(kind, kind)
+    kind = "longrope" if kind == "su" else kind
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
     longest = config.get("max_position_embeddings") or 2048
     original = int(original or longest)
