@@ -1,6 +1,5 @@
 """Every family against transformers: random weights that it made, its hidden states and its logits."""
 
-from functools import cache
 from pathlib import Path
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import CONFIGS
+from theirs import libraries, random_model
 
 from spmd_distill.collectives import all_gather, all_to_all, shard_index
 from spmd_distill.head.base import logits_of
@@ -20,13 +20,6 @@ pytestmark = pytest.mark.parity
 L = 24
 
 
-@cache
-def _torch():
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    return torch, transformers
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """name -> (transformers' model, folder it was saved in), made once."""
@@ -34,17 +27,7 @@ def written(tmp_path_factory):
 
     def make(name: str):
         if name not in made:
-            torch, transformers = _torch()
-            torch.manual_seed(0)
-            kept = {k: v for k, v in CONFIGS[name].items() if k not in ("architectures", "model_type")}
-            config = transformers.AutoConfig.for_model(CONFIGS[name]["model_type"], **kept)
-            config._attn_implementation = "eager"  # the one with soft caps
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-            with torch.no_grad():
-                for key, parameter in model.named_parameters():
-                    scale = 0.3 if "norm" not in key else 0.1
-                    start = parameter.clone() if "norm" in key else torch.zeros_like(parameter)
-                    parameter.copy_(start + scale * torch.randn_like(parameter))
+            model = random_model(name, lambda key: 0.1 if "norm" in key else 0.3)
             folder = tmp_path_factory.mktemp(name)
             model.save_pretrained(folder)
             made[name] = model, folder
@@ -99,7 +82,7 @@ def ours(folder: Path, layout_name: str, batch: Batch) -> tuple[np.ndarray, np.n
 
 
 def theirs(model, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    torch, _ = _torch()
+    torch, _ = libraries()
     with torch.no_grad():
         out = model(torch.tensor(tokens[None], dtype=torch.long), output_hidden_states=True)
     return out.hidden_states[-1][0].numpy(), out.logits[0].numpy()

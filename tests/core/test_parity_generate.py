@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from families import CONFIGS
+from theirs import libraries, random_model
 
 from spmd_distill.generation import generate
 from spmd_distill.interop import open_huggingface
@@ -19,13 +20,6 @@ MARGIN = 3e-4
 """By how much the best logit is above the second in every choice: far more than rounding moves them."""
 
 
-@cache
-def _torch():
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    return torch, transformers
-
-
 def prompts() -> list[np.ndarray]:
     random = np.random.default_rng(3)
     return [random.integers(3, 131, n) for n in ROWS]
@@ -34,18 +28,11 @@ def prompts() -> list[np.ndarray]:
 @cache
 def made(name: str) -> Any:
     """transformers' model with random weights, all of which count."""
-    torch, transformers = _torch()
-    torch.manual_seed(0)
-    kept = {k: v for k, v in CONFIGS[name].items() if k not in ("architectures", "model_type")}
-    config = transformers.AutoConfig.for_model(CONFIGS[name]["model_type"], **kept)
-    config._attn_implementation = "eager"  # the one with soft caps
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            small = "norm" in key or ("embed" in key and name.startswith("gemma"))  # these scale it up
-            scale = 0.1 if small else 0.4
-            start = parameter.clone() if "norm" in key else torch.zeros_like(parameter)
-            parameter.copy_(start + scale * torch.randn_like(parameter))
+
+    def scale(key: str) -> float:
+        return 0.1 if "norm" in key or ("embed" in key and name.startswith("gemma")) else 0.4  # Gemmas scale it up
+
+    model = random_model(name, scale)
     model.generation_config.eos_token_id = None
     return model
 
@@ -53,7 +40,7 @@ def made(name: str) -> Any:
 @cache
 def theirs(name: str, eos: tuple[int, ...] | None = None) -> list[list[int]]:
     """New tokens of each prompt, read in one batch that is padded on the left; it holds no two equal choices."""
-    torch, _ = _torch()
+    torch, _ = libraries()
     model, found = made(name), []
     # Theirs turns all rows of a batch by the frequencies of the longest; one row at a time it means what ours does.
     batches = [[p] for p in prompts()] if name == "phi3-long" else [prompts()]
