@@ -18,7 +18,7 @@ from spmd_distill.head import AbstractHead, FusedHead, ReferenceHead
 from spmd_distill.loading import Say, documents, tokenise
 from spmd_distill.mappers import AbstractMapper, make_mapper
 from spmd_distill.step import Distillation
-from spmd_distill.student import Pair, allow_float64, build_pair, prune_start
+from spmd_distill.student import Pair, build_pair, prune_start
 from spmd_distill.teachers import OnlineTeacher
 
 
@@ -54,10 +54,7 @@ class Setup:
 
 def prepare(config: RunConfig, folder: Path, stage: Any, say: Say = lambda message: None) -> Path | None:
     """Make in ``folder`` what the student starts from, where it has to be pruned; see `prune_start`."""
-    allow_float64(config)
-    mapper = build_mapper(config.mesh, config.mapper)
-    check_batch(config, mapper)
-    return prune_start(config, folder, mapper, stage, say)
+    return prune_start(config, folder, checked_mapper(config), stage, say)
 
 
 def set_up(config: RunConfig, say: Say = lambda message: None, start: Path | None = None) -> Setup:
@@ -65,10 +62,7 @@ def set_up(config: RunConfig, say: Say = lambda message: None, start: Path | Non
 
     ``start`` is what `prepare` returned; without it, the parameters of a student that has to be pruned are random.
     """
-    types = config.precision
-    allow_float64(config)
-    mapper = build_mapper(config.mesh, config.mapper)
-    check_batch(config, mapper)
+    mapper = checked_mapper(config)
     pair = build_pair(config, say, start)
     for model in (pair.teacher, pair.student):
         model.specs(mapper.layout)  # says now what does not fit
@@ -80,7 +74,7 @@ def set_up(config: RunConfig, say: Say = lambda message: None, start: Path | Non
         build_objective(config.objective, vocabulary, say),
         mapper,
         build_head(config),
-        jnp.dtype(types.compute),
+        jnp.dtype(config.precision.compute),
     )
     schedule = build_schedule(config.optimizer, config.steps)
     return Setup(config, pair, run, build_optimizer(config.optimizer, schedule), schedule)
@@ -94,6 +88,16 @@ def load_text(setup: Setup) -> tuple[Rows, Rows]:
     length, limit = config.data.length, config.data.max_train_tokens
     train = tokenise(training, tokenizer, length, vocab, limit, "training")
     return train, tokenise(aside, tokenizer, length, vocab, 2 * config.eval.rows * length, "held-out")
+
+
+def checked_mapper(config: RunConfig) -> AbstractMapper:
+    """The run's mapper, for a batch that it can cut; JAX has float64 from here on where the run file asks for it."""
+    types = config.precision
+    if "float64" in (types.compute, types.teacher, types.student):
+        jax.config.update("jax_enable_x64", True)
+    mapper = build_mapper(config.mesh, config.mapper)
+    check_batch(config, mapper)
+    return mapper
 
 
 def build_mapper(mesh: str, mapper: str) -> AbstractMapper:

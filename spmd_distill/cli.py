@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
-from spmd_distill.config import RunConfig, parse_config
+from spmd_distill.config import Order, RunConfig, parse_config
 from spmd_distill.errors import UserError
 from spmd_distill.runtime import devices_of, prepare_jax
 
-PRUNE_ORDERS = ("uniform", "importance", "one-by-one")
 MAPPER_NAMES = ("shard_map", "vmap", "pmap")
 DEMO_LAYERS = (0, 1, 2, 6, 8, 9, 10, 11, 24, 27, 28, 29)
 """Those whose removal costs most: ``spmd-distill prune demo OUT --depth 12``."""
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("out", metavar="OUT", help="the folder to write: new or empty")
     prune.add_argument("--depth", type=int, metavar="N", help="layers to keep")
     prune.add_argument("--layers", metavar="0,3,..", help="the layers to keep, from 0")
-    prune.add_argument("--order", choices=PRUNE_ORDERS, default="importance", help="how --depth chooses")
+    prune.add_argument("--order", choices=get_args(Order), default="importance", help="how --depth chooses")
     prune.add_argument("--mlp", "--ffn", type=int, metavar="N", help="neurons of each MLP to keep")
     prune.add_argument("--heads", type=int, metavar="N", help="query heads to keep, in whole groups")
     prune.add_argument("--kv-heads", type=int, metavar="N", help="key/value heads to keep, with their query heads")

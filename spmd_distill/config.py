@@ -17,6 +17,9 @@ from jsonargparse import ArgumentParser
 from spmd_distill.errors import UserError
 from spmd_distill.objective_config import ObjectiveConfig, check_objective
 
+Order = Literal["uniform", "importance", "one-by-one"]
+"""Which layers of a model are kept."""
+
 
 @dataclass(frozen=True)
 class TeacherConfig:
@@ -42,7 +45,7 @@ class StudentConfig:
     depth: int | None = None
     """Number of layers where ``layers`` is null. Null takes all where another size below is given or ``init`` is a
     path, and 11 of the teacher's otherwise."""
-    order: Literal["uniform", "importance", "one-by-one"] = "uniform"
+    order: Order = "uniform"
     """Which ``depth`` layers: spread evenly; those whose removal costs most, each alone; the same, measured anew after
     every removal."""
     mlp: int | None = None

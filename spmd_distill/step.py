@@ -8,7 +8,7 @@ A `ForeignModel` runs on global arrays too, in the same program, before the body
 body, what it returned stands where a model of ours has parameters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -165,8 +165,8 @@ class Distillation:
         """
         specs = self.student.specs(self.mapper.layout)
         given = (specs, self.teacher.model.specs(self.mapper.layout), self.batch_specs(1), REPLICATED, REPLICATED)
-        body = self.mapper.map(self.train_body, given, (specs, REPLICATED, REPLICATED))
-        body = self.gradients if self.foreign else body
+        out = (specs, REPLICATED, REPLICATED)
+        body = self.gradients if self.foreign else self.mapper.map(self.train_body, given, out)
 
         def step(state: TrainState, teacher_params: Params, batch: Batch) -> Any:
             grads, sums, count = body(state.params, teacher_params, batch, state.step, state.seed)
@@ -193,6 +193,22 @@ class Distillation:
         mapped = self.mapper.map(self.eval_body, specs, REPLICATED)
         body: Callable[..., Any] = self.evaluation if self.foreign else mapped
         return jax.jit(lambda *args: _means(*body(*args)), out_shardings=self.mapper.shardings(REPLICATED))
+
+    def evaluate(
+        self,
+        eval_step: Callable[..., Metrics],
+        params: Params,
+        teacher_params: Params,
+        batches: Iterable[Batch],
+        step: Any,
+    ) -> Metrics:
+        """Run what `eval_step` returned over batches ``[B, L]`` of the host, one at a time; their metrics, pooled."""
+        shardings, total = self.mapper.shardings(self.batch_specs(0)), {}
+        for batch in batches:
+            placed = jax.device_put(batch, shardings)
+            found = jax.block_until_ready(eval_step(params, teacher_params, placed, step))
+            total = {name: total[name] + value if total else value for name, value in found.items()}
+        return total
 
     # -- placement ------------------------------------------------------------------------------------------------
 

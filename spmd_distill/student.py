@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from spmd_distill.config import RunConfig
@@ -149,13 +148,6 @@ def prune_start(
         )
         say(f"pruned to {describe(report)}")
     return folder
-
-
-def allow_float64(config: RunConfig) -> None:
-    """Let JAX have float64 where the run file asks for it."""
-    types = config.precision
-    if "float64" in (types.compute, types.teacher, types.student):
-        jax.config.update("jax_enable_x64", True)
 
 
 def student_layers(config: RunConfig, depth: int) -> tuple[int, ...]:

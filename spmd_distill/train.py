@@ -19,7 +19,7 @@ from spmd_distill.metrics import MetricWriter, perplexity, plot_curves, results_
 from spmd_distill.progress import TrainProgress
 from spmd_distill.runfolder import RunFolder, environment
 from spmd_distill.state import abstract_state, create_state
-from spmd_distill.types import Batch, Metrics, Params, TrainState
+from spmd_distill.types import Metrics, Params, TrainState
 
 
 class Interrupted(KeyboardInterrupt):
@@ -97,12 +97,9 @@ class Loop:
         config, run = setup.config, setup.run
         self.setup, self.config, self.folder, self.progress, self.teacher = setup, config, folder, progress, teacher
         self.loader = Loader(train, config.data.rows, config.data.micro_batches, config.seed)
-        every_nth = max(len(heldout) // config.eval.rows, 1)  # spread over all held-out documents
-        self.heldout = eval_batches(
-            heldout.subset(range(0, len(heldout), every_nth)[: config.eval.rows]), config.data.rows
-        )
+        self.heldout = eval_batches(heldout.spread(config.eval.rows), config.data.rows)
         self.train_step, self.eval_step = run.train_step(setup.tx), run.eval_step()
-        self.batch_shardings = [run.mapper.shardings(run.batch_specs(n)) for n in (0, 1)]
+        self.batch_shardings = run.mapper.shardings(run.batch_specs(1))
 
     def run(self, resume: bool) -> Result:
         """Train to the configured step; see `distil`."""
@@ -126,7 +123,7 @@ class Loop:
         with StopSignal() as stop:
             for step in range(first + 1, config.steps + 1):
                 began = time.monotonic()
-                batch = jax.device_put(self.loader.batch(step - 1), self.batch_shardings[1])
+                batch = jax.device_put(self.loader.batch(step - 1), self.batch_shardings)
                 if step == first + 1:
                     with self.progress.stage("compiling the training step, and its first run"):
                         state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
@@ -160,13 +157,8 @@ class Loop:
 
     def evaluate(self, state: TrainState, writer: MetricWriter) -> dict[str, float]:
         """Metrics over the held-out rows, averaged over their valid tokens."""
-        total: Metrics | None = None
-        for host_batch in self.heldout:
-            batch: Batch = jax.device_put(host_batch, self.batch_shardings[0])
-            found = jax.block_until_ready(self.eval_step(state.params, self.teacher, batch, state.step))
-            total = found if total is None else {k: total[k] + found[k] for k in found}
-        assert total is not None
-        values = _values(total)
+        run = self.setup.run
+        values = _values(run.evaluate(self.eval_step, state.params, self.teacher, self.heldout, state.step))
         writer.write(int(state.step), values, "eval")
         return values
 

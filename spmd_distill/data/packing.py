@@ -39,6 +39,11 @@ class Rows:
         """Only the rows of these numbers, in this order."""
         return Rows(**{field.name: getattr(self, field.name)[list(indices)] for field in fields(self)})
 
+    def spread(self, count: int) -> "Rows":
+        """At most ``count`` rows, spread evenly over all documents."""
+        every = max(len(self) // count, 1)
+        return self.subset(range(0, len(self), every)[:count])
+
     @property
     def valid_tokens(self) -> int:
         """How many positions have a label: what a loss over all rows is divided by."""

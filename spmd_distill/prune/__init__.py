@@ -3,7 +3,6 @@
 from spmd_distill.prune.importance import Importance as Importance
 from spmd_distill.prune.importance import activations as activations
 from spmd_distill.prune.importance import agreement as agreement
-from spmd_distill.prune.importance import cost_of_removing as cost_of_removing
 from spmd_distill.prune.importance import layers_to_keep as layers_to_keep
 from spmd_distill.prune.importance import measure_removals as measure_removals
 from spmd_distill.prune.keep import Keep as Keep
@@ -16,7 +15,6 @@ __all__ = [
     "Keep",
     "activations",
     "agreement",
-    "cost_of_removing",
     "cut",
     "evenly",
     "keep_by_importance",

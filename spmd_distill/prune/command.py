@@ -6,13 +6,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from spmd_distill.config import Order
 from spmd_distill.data import Document, eval_batches
 from spmd_distill.errors import UserError
 from spmd_distill.interop import ModelCard, TextTokenizer, trim_tokenizer, used_tokens
@@ -24,7 +25,7 @@ from spmd_distill.prune.importance import Importance, activations, agreement, la
 from spmd_distill.prune.keep import Keep, check_sizes, cut, evenly, keep_by_importance
 from spmd_distill.types import Batch, Params
 
-ORDERS = ("uniform", "importance", "one-by-one")
+ORDERS = get_args(Order)
 """How layers are chosen: spread evenly; those whose removal costs most, each alone; the same, measured anew after every
 removal."""
 Stage = Callable[[str], AbstractContextManager[None]]
@@ -211,9 +212,8 @@ def calibration_batches(
 ) -> list[Batch]:
     """About ``count`` rows spread over the documents, in batches that the layout can cut."""
     rows = tokenise(texts, tokenizer, length, tokenizer.vocab_size, 2 * count * length, what)
-    every = max(len(rows) // count, 1)
     shards = mapper.layout.batch_shards
-    return eval_batches(rows.subset(range(0, len(rows), every)[:count]), max(4 // shards, 1) * shards)
+    return eval_batches(rows.spread(count), max(4 // shards, 1) * shards)
 
 
 def _choose(

@@ -15,7 +15,6 @@ import numpy as np
 
 from spmd_distill.collectives import axis_index, psum, same_on
 from spmd_distill.divergences import ForwardKL
-from spmd_distill.generation.loop import without_length
 from spmd_distill.head import FusedHead
 from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Model, Shard
@@ -48,7 +47,7 @@ def activations(
     model: Model, params: Params, mapper: AbstractMapper, batches: Sequence[Batch], dtype: Any = "float32"
 ) -> Importance:
     """Rank neurons, heads and channels by their activations on batches ``[B, L]`` of the mapper's batch shards."""
-    config, layout = model.config, without_length(mapper.layout)
+    config, layout = model.config, mapper.layout.with_whole_rows()
     shard = Shard(layout, jnp.dtype(dtype))
 
     def body(params: Params, batch: Batch) -> dict[str, jax.Array]:
@@ -84,28 +83,12 @@ def activations(
     return Importance(found["mlp_neurons"], heads, groups, channels)
 
 
-def cost_of_removing(
-    model: Model,
-    params: Params,
-    mapper: AbstractMapper,
-    batches: Sequence[Batch],
-    layers: Sequence[int],
-    removed: Sequence[int] = (),
-    dtype: Any = "float32",
-    progress: Progress = lambda layers: layers,
-) -> np.ndarray:
-    """KL of the model to itself without a layer, for each of ``layers``, in nats a token; float64.
-
-    ``removed`` are gone already.
-    """
-    return measure_removals(model, params, mapper, batches, dtype)(layers, removed, progress)
-
-
 def measure_removals(
     model: Model, params: Params, mapper: AbstractMapper, batches: Sequence[Batch], dtype: Any = "float32"
 ) -> Callable[..., np.ndarray]:
-    """`cost_of_removing` as a function of ``(layers, removed, progress)`` that may be asked again and again.
+    """A function of ``(layers, removed, progress)``: what each of ``layers`` costs where ``removed`` are gone already.
 
+    That is the KL of the model to itself without the layer, in nats a token; float64. It may be asked again and again.
     A layer is removed by taking what it adds to the hidden state away (its two output projections become zero), in one
     compiled program for all of them; the whole model runs once.
     """
@@ -162,8 +145,9 @@ def layers_to_keep(
 ) -> tuple[int, ...]:
     """The ``count`` layers of ``depth`` whose removal hurts most.
 
-    ``costs_without(layers, removed)`` is `cost_of_removing`. ``one_by_one`` measures again after every removal, which
-    costs as many measurements as there are layers, each time; otherwise they are measured once, each alone.
+    ``costs_without(layers, removed)`` is what `measure_removals` returns. ``one_by_one`` measures again after every
+    removal, which costs as many measurements as there are layers, each time; otherwise they are measured once, each
+    alone.
     """
     kept, removed = list(range(depth)), []
     if not one_by_one:
@@ -181,11 +165,8 @@ def agreement(
     """Held-out metrics of a student (``kl``, ``ce_student``, ``ce_teacher``, ``top1`` and more), a token each."""
     objective = Objective.mix(ForwardKL(), alpha=1.0)
     run = Distillation(student, OnlineTeacher(teacher), objective, mapper, FusedHead(), jnp.dtype(dtype))
-    step, totals = run.eval_step(), {}
-    for batch in _placed(batches, mapper, mapper.layout):
-        found = jax.block_until_ready(step(params, teacher_params, batch, jnp.int32(0)))
-        totals = {name: totals[name] + value if totals else value for name, value in found.items()}
-    return {name: float(value.value) for name, value in totals.items()}
+    found = run.evaluate(run.eval_step(), params, teacher_params, batches, jnp.int32(0))
+    return {name: float(mean.value) for name, mean in found.items()}
 
 
 def _placed(batches: Sequence[Batch], mapper: AbstractMapper, layout: MeshLayout) -> Any:

@@ -14,11 +14,11 @@ from spmd_distill.prune import (
     Keep,
     activations,
     agreement,
-    cost_of_removing,
     cut,
     evenly,
     keep_by_importance,
     layers_to_keep,
+    measure_removals,
 )
 from spmd_distill.prune.keep import best
 
@@ -44,7 +44,7 @@ def test_importance_is_the_same_on_every_layout(name, layout_name, mapper_name):
         np.testing.assert_allclose(x, y, rtol=1e-5)  # summed in float32
     if mapper_name != "pmap" and name != "gemma3":
         costs = [
-            cost_of_removing(model, p, m, [batch_of()], range(3), dtype="float64")
+            measure_removals(model, p, m, [batch_of()], "float64")(range(3))
             for p, m in ((placed, mapper), (params, ONE))
         ]
         np.testing.assert_allclose(*costs, rtol=1e-9, atol=1e-12)
@@ -76,7 +76,7 @@ def test_a_layer_that_does_nothing_costs_nothing():
     for part, matrix in (("attention", "o"), ("mlp", "down")):
         stack = params["layers"][part]
         stack[matrix] = stack[matrix].at[1].set(0)
-    costs = cost_of_removing(model, params, ONE, [batch_of()], range(3), dtype="float64")
+    costs = measure_removals(model, params, ONE, [batch_of()], "float64")(range(3))
     assert abs(costs[1]) < 1e-12 and costs[0] > 0.01 and costs[2] > 0.01
     small, new = cut(params, model, Keep(layers=(0, 2)), ONE)
     found = agreement(new, small, model, params, ONE, [batch_of()], "float64")
