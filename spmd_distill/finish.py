@@ -8,6 +8,7 @@ from typing import Any
 
 from spmd_distill.build import Setup
 from spmd_distill.compose import describe, describe_terms
+from spmd_distill.errors import UserError
 from spmd_distill.generation import generate
 from spmd_distill.interop import ModelCard
 from spmd_distill.metrics import perplexity, results_table
@@ -45,15 +46,24 @@ def samples(setup: Setup, teacher: Params, student: Params) -> list[dict[str, st
 def export_student(
     setup: Setup, params: Params, folder: RunFolder, before: Mapping[str, float], after: Mapping[str, float]
 ) -> None:
-    """Write ``student/``: config, weights, tokenizer and card, as transformers loads them."""
-    save_pretrained(
-        folder.student,
-        setup.pair.student,
-        params,
-        like=setup.pair.origin,
-        card=describe_run(setup, folder.path.name, before, after),
-        overwrite=True,
-    )
+    """Write ``student/``: config, weights, tokenizer and card, as transformers loads them.
+
+    Raises `UserError` where it cannot be written; the run's checkpoints hold it.
+    """
+    try:
+        save_pretrained(
+            folder.student,
+            setup.pair.student,
+            params,
+            like=setup.pair.origin,
+            card=describe_run(setup, folder.path.name, before, after),
+            overwrite=True,
+        )
+    except OSError as error:
+        raise UserError(
+            f"The student cannot be exported: {error}. It is safe in the checkpoints of {folder.path}: make room, and go "
+            f"on with spmd-distill train --resume {folder.path}"
+        ) from error
 
 
 def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> ModelCard:

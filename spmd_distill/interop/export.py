@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from spmd_distill.errors import UserError
@@ -69,6 +70,7 @@ def save_huggingface(
     Raises:
         UserError: The folder may not be replaced, there are no weights, a name comes twice, the tokenizer
             has ids beyond the configured vocabulary, or a limit of bytes that is none.
+        OSError: The disk is full, say, or the folder may not be written.
     """
     target = Path(os.path.realpath(folder))
     _check_target(target, overwrite)
@@ -159,7 +161,10 @@ def _write_weights(folder: Path, target: Path, pairs: Iterable[tuple[str, np.nda
 
     def flush() -> None:
         shards.append(list(waiting))
-        save_file(waiting, folder / f"model-{len(shards):05d}.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(waiting, folder / f"model-{len(shards):05d}.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:  # what it makes of a full disk
+            raise OSError(f"{target}: cannot be written: {error}") from error
         waiting.clear()
 
     for name, value in pairs:

@@ -7,12 +7,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from llama_files import CONFIG, llama_weights
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
 from spmd_distill.errors import UserError
-from spmd_distill.interop import TextTokenizer, open_huggingface, save_huggingface
+from spmd_distill.interop import TextTokenizer, export, open_huggingface, save_huggingface
 
 
 @pytest.fixture
@@ -151,6 +151,20 @@ def test_a_failure_of_the_disk_leaves_the_earlier_export(step, exported, monkeyp
     with pytest.raises(OSError, match="disk full"):
         save_huggingface(exported, CONFIG, llama_weights(1), overwrite=True)
     monkeypatch.undo()
+    assert (exported / "model.safetensors").read_bytes() == before
+    assert beside(exported) == ["model"]
+
+
+def test_a_disk_that_is_full_for_the_weights_is_an_error_of_the_disk(exported, monkeypatch):
+    """safetensors has an error of its own for it."""
+    before = (exported / "model.safetensors").read_bytes()
+
+    def full(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(export, "save_file", full)
+    with pytest.raises(OSError, match=r"model: cannot be written: .*No space left"):
+        save_huggingface(exported, CONFIG, llama_weights(1), overwrite=True)
     assert (exported / "model.safetensors").read_bytes() == before
     assert beside(exported) == ["model"]
 

@@ -5,14 +5,17 @@ import json
 import jax
 import numpy as np
 import pytest
+import yaml
 from rich.console import Console
+from safetensors import SafetensorError
 from tiny import tiny_run, tiny_teacher, train_until_first_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from spmd_distill.build import set_up
 from spmd_distill.cli import main
+from spmd_distill.config import to_dict
 from spmd_distill.errors import UserError
-from spmd_distill.interop import TextTokenizer, save_huggingface, trim_tokenizer
+from spmd_distill.interop import TextTokenizer, export, save_huggingface, trim_tokenizer
 from spmd_distill.loading import open_checkpoint
 from spmd_distill.mappers import make_mapper
 from spmd_distill.models import export_params
@@ -216,6 +219,29 @@ def test_mistakes_are_sentences(run, tmp_path, capsys, flags, message):
     shown = " ".join(capsys.readouterr().err.split())
     assert message in shown and "Traceback" not in shown
     assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize("command", ["prune", "train"])
+def test_a_disk_that_gets_full_is_a_sentence(run, tmp_path, capsys, monkeypatch, command):
+    config = run()
+
+    def full(*args, **kwargs):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(export, "save_file", full)
+    if command == "prune":
+        assert main(arguments(tmp_path, "--layers", "0,1")) == 2
+        assert not (tmp_path / "small").exists()
+    else:
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(config)))
+        assert main(["train", str(tmp_path / "run.yaml"), "--steps", "1"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "No space left on device" in shown and "Traceback" not in shown
+    if command == "train":
+        assert "safe in the checkpoints" in shown
+        monkeypatch.undo()
+        assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+        assert (tmp_path / "run" / "student" / "model.safetensors").exists()
 
 
 def test_nothing_is_written_over(run, tmp_path, capsys):
