@@ -61,8 +61,8 @@ def export_student(
         )
     except OSError as error:
         raise UserError(
-            f"The student cannot be exported: {error}. It is safe in the checkpoints of {folder.path}: make room, and go "
-            f"on with spmd-distill train --resume {folder.path}"
+            f"The student cannot be exported: {error}. It is safe in the checkpoints of {folder.path}: make room, and "
+            f"go on with spmd-distill train --resume {folder.path}"
         ) from error
 
 
