@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     prepare_jax(devices_of(options.mesh))
-    from spmd_distill.cli import demo_config
+    from spmd_distill.cli.demo import demo_config
 
     rows = []
     for remat in ("none", "dots", "full"):

@@ -11,12 +11,13 @@ import numpy as np
 import optax
 
 from spmd_distill.compose import build_objective, describe, describe_vocabulary, moving_numbers, shared_vocabulary
-from spmd_distill.config import OptimizerConfig, RunConfig
+from spmd_distill.config import RunConfig
 from spmd_distill.data import Rows
 from spmd_distill.errors import UserError
 from spmd_distill.head import AbstractHead, FusedHead, ReferenceHead
 from spmd_distill.loading import Say, documents, tokenise
 from spmd_distill.mappers import AbstractMapper, make_mapper
+from spmd_distill.optimizer import build_optimizer, build_schedule
 from spmd_distill.step import Distillation
 from spmd_distill.student import Pair, build_pair, prune_start
 from spmd_distill.teachers import OnlineTeacher
@@ -130,31 +131,3 @@ def build_head(config: RunConfig) -> AbstractHead:
     budget = None if head.memory_budget_mib is None else head.memory_budget_mib * 2**20
     held = None if head.logits_dtype == "float32" else head.logits_dtype
     return ReferenceHead() if head.kind == "reference" else FusedHead(head.chunk, budget, held)
-
-
-def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up (the first step already moves), then cosine decay to ``final_fraction`` of the peak."""
-    warmup = min(config.warmup_steps, max(steps - 1, 0))
-    peak = config.learning_rate
-    return optax.warmup_cosine_decay_schedule(
-        init_value=peak / (warmup + 1),
-        peak_value=peak,
-        warmup_steps=warmup,
-        decay_steps=max(steps, warmup + 1),
-        end_value=peak * config.final_fraction,
-    )
-
-
-def build_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global gradient norm; norm scales and biases are not decayed."""
-    adamw = optax.adamw(
-        schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=decayed
-    )
-    return adamw if config.clip_norm is None else optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
-
-
-def decayed(params: Any) -> Any:
-    """Which parameters weight decay applies to: all but the scales of norms and the biases."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: not str(getattr(path[-1], "key", "")).endswith(("scale", "bias")), params
-    )

@@ -14,11 +14,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from spmd_distill.divergences import DIVERGENCES, AbstractDivergence, AbstractLabelLoss, CrossEntropy, scheduled
-from spmd_distill.errors import UserError
-from spmd_distill.head import AGREEMENT, FULL, Sampled, Support, TopK
-from spmd_distill.objective import Objective, WeightedTerm
-from spmd_distill.objective_config import (
+from spmd_distill.config.objective import (
     ObjectiveConfig,
     Schedule,
     check_names,
@@ -28,6 +24,10 @@ from spmd_distill.objective_config import (
     read_support,
     read_terms,
 )
+from spmd_distill.divergences import DIVERGENCES, AbstractDivergence, AbstractLabelLoss, CrossEntropy, scheduled
+from spmd_distill.errors import UserError
+from spmd_distill.head import AGREEMENT, FULL, Sampled, Support, TopK
+from spmd_distill.objective import Objective, WeightedTerm
 
 _RUN = """
     loss learning_rate grad_norm tokens tokens_per_second perplexity_student perplexity_teacher

@@ -1,29 +1,18 @@
-"""The loop: train, evaluate, save, and leave a run folder behind."""
+"""A whole run: from a run file to a folder with a trained student in it."""
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.markup import escape
 
 from spmd_distill.build import Setup, load_text, prepare, set_up
-from spmd_distill.checkpoint import Checkpoints
 from spmd_distill.config import RunConfig, to_dict
-from spmd_distill.data import Loader, Rows, eval_batches
-from spmd_distill.errors import UserError
 from spmd_distill.finish import export_student, samples, summarise
-from spmd_distill.guards import StopSignal
-from spmd_distill.metrics import MetricWriter, perplexity, plot_curves, results_table
+from spmd_distill.loop import Loop, Result
+from spmd_distill.metrics import plot_curves, results_table
 from spmd_distill.progress import TrainProgress
 from spmd_distill.runfolder import RunFolder, environment
-from spmd_distill.state import abstract_state, create_state
-from spmd_distill.types import Metrics, Params, TrainState
-
-
-class Interrupted(KeyboardInterrupt):
-    """The user stopped the run; what it knew is saved, and the message says how to go on."""
 
 
 def distil(config: RunConfig, *, resume: bool = False, console: Console | None = None) -> dict[str, Any]:
@@ -73,132 +62,6 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
     folder.write_json("summary.json", summary)
     _show(console, setup, folder, result, continued, summary)
     return summary
-
-
-@dataclass
-class Result:
-    """What the loop ends with."""
-
-    state: TrainState
-    before: dict[str, float]
-    after: dict[str, float]
-    tokens: int
-    """Valid training tokens seen, over all sessions of the run."""
-    tokens_per_second: float
-    """Valid tokens a second of this session's training steps, without the first (which compiles)."""
-
-
-class Loop:
-    """Training steps with evaluations and checkpoints in between, on the one clock of optimizer steps."""
-
-    def __init__(
-        self, setup: Setup, folder: RunFolder, progress: TrainProgress, teacher: Params, train: Rows, heldout: Rows
-    ):
-        config, run = setup.config, setup.run
-        self.setup, self.config, self.folder, self.progress, self.teacher = setup, config, folder, progress, teacher
-        self.loader = Loader(train, config.data.rows, config.data.micro_batches, config.seed)
-        self.heldout = eval_batches(heldout.spread(config.eval.rows), config.data.rows)
-        self.train_step, self.eval_step = run.train_step(setup.tx), run.eval_step()
-        self.batch_shardings = run.mapper.shardings(run.batch_specs(1))
-
-    def run(self, resume: bool) -> Result:
-        """Train to the configured step; see `distil`."""
-        config = self.config
-        with Checkpoints(self.folder.checkpoints, keep=config.checkpoint.keep) as checkpoints:
-            if resume:
-                state, meta = self._restore(checkpoints)
-            else:
-                state, meta = self._start(), dict[str, Any](tokens=0)
-            first = int(state.step)
-            with MetricWriter(self.folder.path, resume_from=first if resume else None) as writer:
-                if "before" not in meta:
-                    with self.progress.stage("evaluating the untrained student"):
-                        meta["before"] = meta["after"] = self.evaluate(state, writer)
-                return self._train(state, meta, first, writer, checkpoints)
-
-    def _train(
-        self, state: TrainState, meta: dict[str, Any], first: int, writer: MetricWriter, checkpoints: Checkpoints
-    ) -> Result:
-        config, timed, tokens_timed = self.config, 0.0, 0
-        with StopSignal() as stop:
-            for step in range(first + 1, config.steps + 1):
-                began = time.monotonic()
-                batch = jax.device_put(self.loader.batch(step - 1), self.batch_shardings)
-                if step == first + 1:
-                    with self.progress.stage("compiling the training step, and its first run"):
-                        state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
-                else:
-                    state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
-                seconds = time.monotonic() - began
-                values = _values(metrics)
-                tokens = int(jax.device_get(metrics["loss"].count))
-                meta["tokens"] += tokens
-                values |= {**self.setup.scheduled(step - 1), "tokens": meta["tokens"]}
-                if step > first + 1:  # the first one compiles
-                    timed, tokens_timed = timed + seconds, tokens_timed + tokens
-                    values["tokens_per_second"] = tokens / seconds
-                writer.write(step, values, "train")
-                self._stop_if_not_finite(step, values)
-                self.progress.update(step, values["loss"], values.get("kl"), values.get("tokens_per_second"))
-                last = step == config.steps
-                if last or step % config.eval.every == 0:
-                    with self.progress.stage(f"evaluating at step {step}"):
-                        meta["after"] = self.evaluate(state, writer)
-                if last or stop.requested or step % config.checkpoint.every == 0:
-                    self._save(checkpoints, state, step, meta)
-                if stop.requested and not last:
-                    checkpoints.wait()
-                    raise Interrupted(
-                        f"Stopped by {stop.requested} at step {step} of {config.steps}, with a checkpoint saved. "
-                        f"Go on with: spmd-distill train --resume {self.folder.path}"
-                    )
-        per_second = tokens_timed / timed if timed else 0.0
-        return Result(state, meta["before"], meta["after"], meta["tokens"], per_second)
-
-    def evaluate(self, state: TrainState, writer: MetricWriter) -> dict[str, float]:
-        """Metrics over the held-out rows, averaged over their valid tokens."""
-        run = self.setup.run
-        values = _values(run.evaluate(self.eval_step, state.params, self.teacher, self.heldout, state.step))
-        writer.write(int(state.step), values, "eval")
-        return values
-
-    def _start(self) -> TrainState:
-        run, setup = self.setup.run, self.setup
-        with self.progress.stage("making the student"):
-            params = setup.pair.start_student(self.teacher, run.mapper, self.config.seed)
-            return jax.block_until_ready(create_state(run, setup.tx, params, self.config.seed))
-
-    def _restore(self, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
-        with self.progress.stage("restoring the newest good checkpoint"):
-            state, meta = checkpoints.restore(like=abstract_state(self.setup.run, self.setup.tx))
-        for step, reason in checkpoints.bad.items():
-            self.progress.note(f"checkpoint {step} is damaged ({reason}); going on from {checkpoints.restored}")
-        self.loader.resume(meta["data"], int(state.step))
-        found, expected = self.setup.pair.tokenizer.fingerprint(), meta["tokenizer"]
-        if found != expected:
-            raise UserError(
-                f"The run in {self.folder.path} used another tokenizer (fingerprint {expected[:12]}, now "
-                f"{found[:12]}). Give the teacher it was started with."
-            )
-        return state, meta
-
-    def _save(self, checkpoints: Checkpoints, state: TrainState, step: int, meta: dict[str, Any]) -> None:
-        fingerprint = self.setup.pair.tokenizer.fingerprint()
-        checkpoints.save(step, state, {**meta, "data": self.loader.state(step), "tokenizer": fingerprint})
-
-    def _stop_if_not_finite(self, step: int, values: dict[str, float]) -> None:
-        bad = [name for name in ("loss", "grad_norm") if not abs(values[name]) < float("inf")]
-        if bad:
-            raise UserError(
-                f"Step {step}: {bad[0]} is {values[bad[0]]}, so the run stops here; checkpoints of earlier steps are "
-                f"in {self.folder.checkpoints}. A lower optimizer.learning_rate or float32 compute usually mends it."
-            )
-
-
-def _values(metrics: Metrics) -> dict[str, float]:
-    values = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
-    named = {name: values[f"ce_{name}"] for name in ("student", "teacher") if f"ce_{name}" in values}
-    return values | {f"perplexity_{name}": perplexity(value) for name, value in named.items()}
 
 
 def _show(

@@ -250,7 +250,7 @@ def test_the_readme_has_the_two_commands_that_ci_looks_for():
 
 def test_the_commands_on_the_pages_are_understood():
     """Every ``spmd-distill`` line in a block of commands goes through the command's own parser."""
-    parser, seen = cli._parser(), 0
+    parser, seen = cli.build_parser(), 0
     for page in PAGES:
         for block in re.findall(r"^```(?:bash|text)\n(.*?)^```$", page.read_text(), re.M | re.S):
             for line in re.findall(r"(?:^|&& )spmd-distill (\w.*)$", block, re.M):

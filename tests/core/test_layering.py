@@ -12,20 +12,19 @@ MAX_FAN_OUT = 12
 
 LAYERS = (
     ("errors", "types", "runtime"),
+    ("config",),
     ("collectives", "sharding"),
     ("mappers", "divergences"),
     ("head", "features", "models"),
-    ("interop", "teachers", "objective", "data", "assets"),
+    ("interop", "teachers", "objective", "optimizer", "data", "assets"),
     ("step",),
     ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generation", "loading", "testing"),
-    ("objective_config", "pretrained"),
-    ("config", "compose"),
+    ("pretrained", "compose"),
     ("prune",),
     ("student",),
     ("build",),
-    ("finish",),
-    ("train", "plan", "proof"),
-    ("demo",),
+    ("finish", "loop"),
+    ("train", "proof"),
     ("cli", "__init__"),
 )
 """Modules and packages right under the root, from the ground up; each may import only what stands before its row."""

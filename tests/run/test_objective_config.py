@@ -12,10 +12,10 @@ from tiny import as_flags, tiny_run
 from spmd_distill.cli import main
 from spmd_distill.compose import OverSteps, build_objective, describe
 from spmd_distill.config import ObjectiveConfig, parse_config, to_dict
+from spmd_distill.config.objective import Schedule
 from spmd_distill.divergences import DIVERGENCES, ForwardKL
 from spmd_distill.errors import UserError
 from spmd_distill.objective import Objective
-from spmd_distill.objective_config import Schedule
 
 QUIET = Console(quiet=True)
 

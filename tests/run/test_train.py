@@ -19,8 +19,9 @@ from spmd_distill.cli import main
 from spmd_distill.config import parse_config, to_dict
 from spmd_distill.errors import UserError
 from spmd_distill.interop import open_huggingface, tokenizer_from_folder
+from spmd_distill.loop import Interrupted, Loop
 from spmd_distill.metrics import read_metrics
-from spmd_distill.train import Interrupted, Loop, distil
+from spmd_distill.train import distil
 
 AGREEMENT = [f"{name}_{when}" for name in ("kl", "top1", "acceptance", "student_ppl") for when in ("before", "after")]
 SUMMARY = ["mesh", "mapper", "head", "teacher_ppl", *AGREEMENT, "steps", "tokens", "seconds", "tokens_per_second"]

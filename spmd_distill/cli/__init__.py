@@ -1,0 +1,46 @@
+"""The command ``spmd-distill``: a module a subcommand. Each reads its arguments before it imports jax.
+
+A module of a subcommand has ``add(commands)``, which declares its arguments and names the function that acts on them:
+``act(options, rest) -> exit code``. ``rest`` are arguments that the parser does not know: settings of a run file.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from spmd_distill.cli import demo, prune, train, verify
+from spmd_distill.errors import UserError
+
+SUBCOMMANDS = (demo, train, prune, verify)
+"""In the order that ``spmd-distill --help`` lists them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0 done, 1 a proof failed, 2 a mistake of the user's, 130 interrupted."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and not getattr(options, "takes_settings", False):
+        parser.error(f"unrecognised arguments: {' '.join(rest)}")
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax prints tracebacks of what we report in a sentence
+    try:
+        return options.act(options, rest)
+    except UserError as error:
+        print(f"spmd-distill: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        print(f"\nspmd-distill: {stop or 'interrupted'}", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command."""
+    parser = argparse.ArgumentParser(
+        prog="spmd-distill",
+        description="Distil a large language model into a small one, sharded, and prove it.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in SUBCOMMANDS:
+        module.add(commands)
+    return parser

@@ -1,0 +1,61 @@
+"""``spmd-distill demo``: SmolLM2-135M into a smaller student, on this machine."""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from spmd_distill.cli.common import MAPPER_NAMES, run
+from spmd_distill.config import RunConfig, parse_config
+from spmd_distill.runtime import devices_of
+
+DEMO_LAYERS = (0, 1, 2, 6, 8, 9, 10, 11, 24, 27, 28, 29)
+"""Those whose removal costs most: ``spmd-distill prune demo OUT --depth 12``."""
+
+
+def add(commands: Any) -> None:
+    """Declare the arguments."""
+    parser = commands.add_parser("demo", help="distil SmolLM2-135M into a smaller student on this machine")
+    parser.add_argument("--run", metavar="DIR", default="runs/demo", help="the run folder (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=None, help="optimizer steps")
+    parser.add_argument("--mesh", default="auto", help="a layout by name or path (default: auto)")
+    parser.add_argument("--mapper", choices=MAPPER_NAMES, default="shard_map")
+    parser.add_argument("--teacher", metavar="FILE", default="demo", help="a GGUF file or Hugging Face folder")
+    parser.add_argument("--text", metavar="PATH", nargs="+", default=["demo"], help="text files or folders of them")
+    parser.set_defaults(act=act)
+
+
+def act(options: argparse.Namespace, _: list[str]) -> int:
+    """Run the demo."""
+    config = demo_config(options.run, options.mesh, options.mapper, options.teacher, tuple(options.text), options.steps)
+    return run(config, resume=False)
+
+
+def demo_config(
+    run: str,
+    mesh: str = "auto",
+    mapper: str = "shard_map",
+    teacher: str = "demo",
+    text: tuple[str, ...] = ("demo",),
+    steps: int | None = None,
+) -> RunConfig:
+    """The demo's settings: what ``spmd-distill demo`` runs, and a start for one's own."""
+    base = parse_config(["--run", run, "--mesh", mesh, "--mapper", mapper, "--teacher.path", teacher])
+    steps = 40 if steps is None else steps
+    own = teacher == "demo"
+    return replace(
+        base,
+        steps=steps,
+        student=replace(base.student, layers=DEMO_LAYERS if own else None),
+        data=replace(base.data, train=text, rows=max(4, _batch_shards(mesh)), max_train_tokens=200_000),
+        eval=replace(base.eval, every=20, rows=16, new_tokens=12),
+    )
+
+
+def _batch_shards(mesh: str) -> int:
+    """Into how many pieces a layout cuts a batch, so that the demo's is large enough."""
+    from spmd_distill.sharding import MeshLayout
+
+    if mesh == "auto":
+        return 1
+    layout = MeshLayout.load(mesh)
+    return layout.resolve(max(devices_of(mesh), layout.device_count)).batch_shards

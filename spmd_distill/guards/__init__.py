@@ -1,0 +1,5 @@
+"""What watches a run: it stops, repairs or warns, and says so."""
+
+from spmd_distill.guards.signals import StopSignal
+
+__all__ = ["StopSignal"]
