@@ -1,0 +1,20 @@
+"""What a run measured: ``metrics.jsonl`` and TensorBoard while it trains, a picture and a table at its end.
+
+A line of ``metrics.jsonl`` is one JSON object: ``step`` (optimizer steps done), ``split`` (``"train"`` or
+``"eval"``), ``seconds`` (wall clock since the run began; a resumed run counts on), and one key a metric. What
+is no finite number is null, and ``nonfinite`` then says what it was: ``{"loss": "nan"}``. Metrics in use:
+
+* ``loss``, the weighted sum, and every term's own value, without its weight, under the term's name: ``forward_kl``;
+* ``kl kl_reverse ce_student ce_teacher entropy_student entropy_teacher``, nats a token, with ``perplexity_student``
+  and ``perplexity_teacher``, the exponentials of the two CE; ``top1`` and ``acceptance``, fractions of 1;
+* ``learning_rate``, and what else a schedule moves: ``forward_kl.weight``, ``forward_kl.temperature``,
+  ``skew_kl.skew``, each as it was used in the step;
+* ``grad_norm``, ``tokens`` (the valid tokens trained on) and ``tokens_per_second``.
+"""
+
+from spmd_distill.metrics.plots import plot_curves
+from spmd_distill.metrics.reading import Line, read_metrics
+from spmd_distill.metrics.table import perplexity, results_table
+from spmd_distill.metrics.writer import MetricWriter
+
+__all__ = ["Line", "MetricWriter", "perplexity", "plot_curves", "read_metrics", "results_table"]

@@ -1,0 +1,120 @@
+"""``curves.png``: what a run measured, as one picture."""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd_distill.metrics.reading import cannot_write, read_metrics
+from spmd_distill.metrics.table import perplexity
+
+
+def plot_curves(folder: str | os.PathLike[str]) -> Path:
+    """Draw ``curves.png`` from the ``metrics.jsonl`` of a run: a panel for every group of metrics it has.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        UserError: the picture cannot be written.
+    """
+    from matplotlib.figure import Figure  # half a second to import, and needed once a run
+
+    curves: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
+    for line in read_metrics(folder):
+        for name, value in line.values.items():
+            steps, numbers = curves.setdefault((line.split, name), ([], []))
+            steps.append(line.step)
+            numbers.append(value)
+    panels = [p for p in _PANELS if any((split, name) in curves for split in ("train", "eval") for name, *_ in p[2])]
+    rows = max(1, math.ceil(len(panels) / 3))
+    columns = max(1, math.ceil(len(panels) / rows))
+    figure = Figure(figsize=(4.4 * columns, 3.3 * rows), dpi=130, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.1)  # pyright: ignore
+    at = [step for steps, _ in curves.values() for step in steps] or [0]
+    margin = max(0.04 * (max(at) - min(at)), 0.5)
+    for index, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, index + 1, xlim=(min(at) - margin, max(at) + margin))
+        _draw(axes, panel, curves)
+    if not panels:
+        figure.text(0.5, 0.5, "no metrics yet", ha="center", va="center", color="0.4")
+    path = Path(folder) / "curves.png"
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return path
+
+
+_NATS = "nats per token"
+_STUDENT, _TEACHER, _SECOND, _HELD_OUT = "#3465a4", "#7f8c8d", "#3b8f5a", "#d9680f"
+_PANELS = [  # title, unit, [(metric, its name in a legend of several, colour)]
+    ("Objective", "loss", [("loss", "", _STUDENT)]),
+    ("KL to the teacher", _NATS, [("kl", "", _STUDENT)]),
+    ("Cross entropy", _NATS, [("ce_student", "student", _STUDENT), ("ce_teacher", "teacher", _TEACHER)]),
+    ("Agreement with the teacher", "%", [("top1", "top-1", _STUDENT), ("acceptance", "acceptance", _SECOND)]),
+    ("Throughput", "tokens per second", [("tokens_per_second", "", _STUDENT)]),
+    ("Gradient before clipping", "global norm", [("grad_norm", "", _STUDENT)]),
+]
+_MANY = 150
+"""More points than this are drawn faintly, with their moving average on top."""
+
+
+def _draw(axes: Any, panel: Any, curves: Mapping[tuple[str, str], tuple[list[int], list[float]]]) -> None:
+    title, unit, metrics = panel
+    percent = 100.0 if unit == "%" else 1.0
+    for name, called, colour in metrics:
+        if ("train", name) in curves:
+            steps, values = _arrays(curves["train", name], percent)
+            label = f"{called}, train" if called else "train"
+            if len(steps) > _MANY:
+                axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+                values = _moving_average(values, len(values) // 40)
+            axes.plot(
+                steps,
+                values,
+                color=colour,
+                linewidth=1.6,
+                label=label,
+                marker="." if len(steps) < 3 else None,
+            )
+        if ("eval", name) in curves:
+            steps, values = _arrays(curves["eval", name], percent)
+            label = f"{called}, held-out" if called else "held-out"
+            fill = colour if called else _HELD_OUT
+            style = {"markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.8, "zorder": 3}
+            axes.plot(steps, values, "o:", color=fill, linewidth=1.0, label=label, **style)
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_xlabel("optimizer step", fontsize=9)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel(unit, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend(fontsize=8, frameon=False)
+    if title == "Throughput":
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    if title == "Cross entropy":
+        right = axes.secondary_yaxis("right")  # the same ticks, read as perplexities
+        right.yaxis.set_major_formatter(lambda ce, _: f"{perplexity(ce):.3g}")
+        right.set_ylabel("perplexity", fontsize=9)
+        right.tick_params(labelsize=8)
+
+
+def _arrays(curve: tuple[list[int], list[float]], scale: float) -> tuple[Any, Any]:
+    values = np.asarray(curve[1], dtype=float) * scale
+    return np.asarray(curve[0]), np.where(np.isfinite(values), values, np.nan)
+
+
+def _moving_average(values: Any, width: int) -> Any:
+    """Centred mean over ``width`` points; a NaN stays where it is and spoils no neighbour."""
+    good = np.isfinite(values)
+    window = np.ones(max(width, 1))
+    total = np.convolve(np.where(good, values, 0.0), window, "same")
+    return np.where(good, total / np.maximum(np.convolve(good, window, "same"), 1), np.nan)

@@ -1,0 +1,68 @@
+"""``metrics.jsonl`` as it is read back, cut back for a resumed run, and complained about."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from spmd_distill.errors import UserError
+
+FILE = "metrics.jsonl"
+Split = Literal["train", "eval"]
+
+
+class Line(NamedTuple):
+    """One line of ``metrics.jsonl``, with NaN and infinities back in their places."""
+
+    step: int
+    split: Split
+    seconds: float
+    values: dict[str, float]
+
+
+def read_metrics(folder: str | os.PathLike[str]) -> list[Line]:
+    """All lines of a run's ``metrics.jsonl``, oldest first; none where there is no such file.
+
+    A last line cut short by a kill is left out. Raises UserError where another line is not of this format.
+    """
+    path = Path(folder) / FILE
+    return [line for line, _ in _lines(path)] if path.exists() else []
+
+
+def _lines(path: Path) -> Iterator[tuple[Line, str]]:
+    """Each whole line, read and as it stands."""
+    with path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith("\n"):
+                return
+            try:
+                found = json.loads(text)
+                odd = found.pop("nonfinite", {})
+                step, split, seconds = (found.pop(key) for key in ("step", "split", "seconds"))
+                values = {name: float(odd[name] if value is None else value) for name, value in found.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(
+                    f"{path}, line {number}: expected a JSON object with step, split and seconds, found "
+                    f"{text[:80]!r}; delete the line"
+                ) from error
+            yield Line(step, split, seconds, values), text
+
+
+def truncate(path: Path, step: int) -> float:
+    """Take away what was written after ``step``. Returns the seconds of the last line that stays, or 0."""
+    if not path.exists():
+        return 0.0
+    seconds, draft = 0.0, path.with_suffix(".tmp")
+    with draft.open("w", encoding="utf-8") as file:
+        for line, text in _lines(path):
+            if line.step <= step:
+                file.write(text)
+                seconds = max(seconds, line.seconds)
+    os.replace(draft, path)
+    return seconds
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """What to raise where a file of the metrics cannot be written."""
+    return UserError(f"{path}: cannot write: {error.strerror or error}; free some space, or take another --run")

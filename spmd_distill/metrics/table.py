@@ -1,0 +1,36 @@
+"""Held-out results before and after training, as a table for people."""
+
+import math
+from collections.abc import Mapping
+
+from rich.table import Table
+
+
+def perplexity(cross_entropy: float) -> float:
+    """``exp`` of a cross entropy in nats a token; infinite where that overflows."""
+    return math.inf if cross_entropy > 700 else math.exp(cross_entropy)
+
+
+def results_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+    """The held-out metrics of the student before and after training, side by side.
+
+    Args:
+        before, after: metrics by the names above. A missing one shows as a dash; no row where both lack it.
+    """
+    table = Table(title="Held-out results", title_justify="left")
+    table.add_column("")
+    for name in ("before", "after"):
+        table.add_column(name, justify="right")
+    teachers = [m["ce_teacher"] for m in (after, before) if "ce_teacher" in m]
+    beside = f" (teacher {perplexity(teachers[0]):.2f})" if teachers else ""
+    rows = [
+        ("KL to the teacher (nats/token)", "kl", lambda x: f"{x:.4f}"),
+        ("cross entropy (nats/token)", "ce_student", lambda x: f"{x:.4f}"),
+        (f"perplexity{beside}", "ce_student", lambda x: f"{perplexity(x):.2f}"),
+        ("top-1 agreement with the teacher", "top1", lambda x: f"{100 * x:.1f} %"),
+        ("acceptance rate", "acceptance", lambda x: f"{100 * x:.1f} %"),
+    ]
+    for title, key, show in rows:
+        if key in before or key in after:
+            table.add_row(title, *(show(m[key]) if key in m else "-" for m in (before, after)))
+    return table
