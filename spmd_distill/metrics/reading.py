@@ -21,6 +21,18 @@ class Line(NamedTuple):
     values: dict[str, float]
 
 
+def parse_line(text: str) -> Line:
+    """One line of ``metrics.jsonl``. Raises ValueError, with what was expected and found, where it is none."""
+    try:
+        found = json.loads(text)
+        odd = found.pop("nonfinite", {})
+        step, split, seconds = (found.pop(key) for key in ("step", "split", "seconds"))
+        values = {name: float(odd[name] if value is None else value) for name, value in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"expected a JSON object with step, split and seconds, found {text[:80]!r}") from error
+    return Line(step, split, seconds, values)
+
+
 def read_metrics(folder: str | os.PathLike[str]) -> list[Line]:
     """All lines of a run's ``metrics.jsonl``, oldest first; none where there is no such file.
 
@@ -37,16 +49,9 @@ def _lines(path: Path) -> Iterator[tuple[Line, str]]:
             if not text.endswith("\n"):
                 return
             try:
-                found = json.loads(text)
-                odd = found.pop("nonfinite", {})
-                step, split, seconds = (found.pop(key) for key in ("step", "split", "seconds"))
-                values = {name: float(odd[name] if value is None else value) for name, value in found.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(
-                    f"{path}, line {number}: expected a JSON object with step, split and seconds, found "
-                    f"{text[:80]!r}; delete the line"
-                ) from error
-            yield Line(step, split, seconds, values), text
+                yield parse_line(text), text
+            except ValueError as error:
+                raise UserError(f"{path}, line {number}: {error}; delete the line") from error
 
 
 def truncate(path: Path, step: int) -> float:

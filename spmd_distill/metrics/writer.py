@@ -9,15 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from tensorboardX.proto import event_pb2, summary_pb2
-from tensorboardX.record_writer import RecordWriter
-
 from spmd_distill.errors import UserError
 from spmd_distill.metrics.reading import FILE, Split, cannot_write, truncate
 
 _FLUSH_SECONDS = 30.0
-_events: Any = event_pb2
-_summaries: Any = summary_pb2
 _log = logging.getLogger(__name__)
 _OWN_KEYS = ("step", "split", "seconds", "nonfinite")
 
@@ -97,17 +92,22 @@ class _Board:
     """
 
     def __init__(self, folder: Path, resume_from: int | None):
+        from tensorboardX.proto import event_pb2, summary_pb2  # two seconds to import, and no reader needs them
+        from tensorboardX.record_writer import RecordWriter
+
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
         folder.mkdir(exist_ok=True)
         self._records = RecordWriter(str(folder / f"events.out.tfevents.{time.time_ns()}"))
         self._flushed = time.monotonic()
         self._add(file_version="brain.Event:2")
         if resume_from is not None:  # TensorBoard then drops what earlier files hold from this step on
-            started = _events.SessionLog(status=_events.SessionLog.START)
+            started = self._events.SessionLog(status=self._events.SessionLog.START)
             self._add(step=resume_from + 1, session_log=started)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        values = [_summaries.Summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
-        self._add(step=step, summary=_summaries.Summary(value=values))
+        values = [self._summaries.Summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
+        self._add(step=step, summary=self._summaries.Summary(value=values))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._records.flush()
             self._flushed = time.monotonic()
@@ -119,4 +119,4 @@ class _Board:
             _log.warning("the last TensorBoard events were lost: %s", error.strerror or error)
 
     def _add(self, **fields: Any) -> None:
-        self._records.write(_events.Event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.write(self._events.Event(wall_time=time.time(), **fields).SerializeToString())
