@@ -12,6 +12,7 @@ from spmd_distill.data import Loader, Rows, eval_batches
 from spmd_distill.errors import UserError
 from spmd_distill.guards import StopSignal
 from spmd_distill.metrics import MetricWriter, perplexity
+from spmd_distill.program import Compiled
 from spmd_distill.progress import TrainProgress
 from spmd_distill.runfolder import RunFolder
 from spmd_distill.state import abstract_state, create_state
@@ -32,20 +33,27 @@ class Result:
     tokens: int
     """Valid training tokens seen, over all sessions of the run."""
     tokens_per_second: float
-    """Valid tokens a second of this session's training steps, without the first (which compiles)."""
+    """Valid tokens a second of this session's training steps, without the first (which warms up)."""
 
 
 class Loop:
     """Training steps with evaluations and checkpoints in between, on the one clock of optimizer steps."""
 
     def __init__(
-        self, setup: Setup, folder: RunFolder, progress: TrainProgress, teacher: Params, train: Rows, heldout: Rows
+        self,
+        setup: Setup,
+        folder: RunFolder,
+        progress: TrainProgress,
+        step: Compiled,
+        teacher: Params,
+        loader: Loader,
+        heldout: Rows,
     ):
         config, run = setup.config, setup.run
         self.setup, self.config, self.folder, self.progress, self.teacher = setup, config, folder, progress, teacher
-        self.loader = Loader(train, config.data.rows, config.data.micro_batches, config.seed)
+        self.loader = loader
         self.heldout = eval_batches(heldout.spread(config.eval.rows), config.data.rows)
-        self.train_step, self.eval_step = run.train_step(setup.tx), run.eval_step()
+        self.train_step, self.eval_step = step, run.eval_step()
         self.batch_shardings = run.mapper.shardings(run.batch_specs(1))
 
     def run(self, resume: bool) -> Result:
@@ -71,17 +79,13 @@ class Loop:
             for step in range(first + 1, config.steps + 1):
                 began = time.monotonic()
                 batch = jax.device_put(self.loader.batch(step - 1), self.batch_shardings)
-                if step == first + 1:
-                    with self.progress.stage("compiling the training step, and its first run"):
-                        state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
-                else:
-                    state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
+                state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
                 seconds = time.monotonic() - began
                 values = _values(metrics)
                 tokens = int(jax.device_get(metrics["loss"].count))
                 meta["tokens"] += tokens
                 values |= {**self.setup.scheduled(step - 1), "tokens": meta["tokens"]}
-                if step > first + 1:  # the first one compiles
+                if step > first + 1:  # the first one warms up
                     timed, tokens_timed = timed + seconds, tokens_timed + tokens
                     values["tokens_per_second"] = tokens / seconds
                 writer.write(step, values, "train")

@@ -13,8 +13,9 @@ from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Model
 from spmd_distill.models.base import path_name
 from spmd_distill.models.foreign import AnyModel
+from spmd_distill.program import Compiled, abstract_like, compile_program
 from spmd_distill.step import Distillation
-from spmd_distill.types import Params, TrainState
+from spmd_distill.types import Batch, Params, TrainState
 
 
 def init_params(model: AnyModel, mapper: AbstractMapper, seed: int) -> Params:
@@ -61,6 +62,20 @@ def abstract_state(run: Distillation, tx: optax.GradientTransformation) -> Train
     shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, tx.init(p), jnp.uint32(0)), run.student.abstract)
     shardings = run.mapper.shardings(run.state_specs(tx))
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def compile_train_step(run: Distillation, tx: optax.GradientTransformation, batch: Batch) -> Compiled:
+    """The training step for batches like ``batch [A, B, L]``, compiled while no array is on a device yet.
+
+    What it needs of a device's memory is known before anything is placed there, and every step runs this very program.
+    """
+    shardings, teacher = run.mapper.shardings, run.teacher.model
+    return compile_program(
+        run.train_step(tx),
+        abstract_state(run, tx),
+        abstract_like(teacher.abstract, shardings(teacher.specs(run.mapper.layout))),
+        abstract_like(batch, shardings(run.batch_specs(batch.tokens.ndim - 2))),
+    )
 
 
 def select_layers(params: Params, model: Model, layers: Sequence[int], mapper: AbstractMapper) -> Params:

@@ -8,11 +8,13 @@ from rich.markup import escape
 
 from spmd_distill.build import Setup, load_text, prepare, set_up
 from spmd_distill.config import RunConfig, to_dict
+from spmd_distill.data import Loader
 from spmd_distill.finish import export_student, samples, summarise
 from spmd_distill.loop import Loop, Result
 from spmd_distill.metrics import plot_curves, results_table
 from spmd_distill.progress import TrainProgress
 from spmd_distill.runfolder import RunFolder, environment
+from spmd_distill.state import compile_train_step
 
 
 def distil(config: RunConfig, *, resume: bool = False, console: Console | None = None) -> dict[str, Any]:
@@ -40,9 +42,12 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
         if not resume:
             folder.write_config(to_dict(config))
             folder.write_json("environment.json", environment())
+        loader = Loader(train, config.data.rows, config.data.micro_batches, config.seed)
+        with progress.stage("compiling the training step"):
+            step = compile_train_step(setup.run, setup.tx, loader.batch(0))
         with progress.stage("placing the teacher's weights"):
             teacher = setup.pair.load_teacher(setup.run.mapper)
-        loop = Loop(setup, folder, progress, teacher, train, heldout)
+        loop = Loop(setup, folder, progress, step, teacher, loader, heldout)
         result = loop.run(resume)
         with progress.stage("continuing the prompts"):
             continued = samples(setup, teacher, result.state.params)

@@ -17,7 +17,7 @@ LAYERS = (
     ("mappers", "divergences"),
     ("head", "features", "models"),
     ("interop", "teachers", "objective", "optimizer", "data", "assets"),
-    ("step",),
+    ("step", "program"),
     ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generation", "loading", "testing"),
     ("pretrained", "compose"),
     ("prune",),
