@@ -44,6 +44,16 @@ def devices_of(layout: str) -> int:
 
 
 def layouts_folder() -> Path:
-    """Where the built-in layouts lie: in an installed wheel inside the package, in a checkout beside it."""
-    installed = Path(str(resources.files("spmd_distill"))) / "meshes"
-    return installed if installed.is_dir() else Path(__file__).resolve().parent.parent / "meshes"
+    """Where the built-in layouts lie."""
+    return _shipped("meshes", "meshes")
+
+
+def run_files_folder() -> Path:
+    """Where the run files lie that ``spmd-distill init`` starts from."""
+    return _shipped("run_files", "docs/run-files")
+
+
+def _shipped(name: str, source: str) -> Path:
+    """A folder of files that come with the library: in a wheel inside the package, in a checkout beside it."""
+    installed = Path(str(resources.files("spmd_distill"))) / name
+    return installed if installed.is_dir() else Path(__file__).resolve().parent.parent / source

@@ -13,3 +13,10 @@ def run(config: RunConfig, resume: bool) -> int:
 
     distil(config, resume=resume)
     return 0
+
+
+def say(text: str) -> None:
+    """Tell the user something; what a command computes goes to stdout, this to stderr."""
+    from rich.console import Console
+
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)

@@ -6,10 +6,7 @@ from typing import Any
 
 from spmd_distill.cli.common import MAPPER_NAMES, run
 from spmd_distill.config import RunConfig, parse_config
-from spmd_distill.runtime import devices_of
-
-DEMO_LAYERS = (0, 1, 2, 6, 8, 9, 10, 11, 24, 27, 28, 29)
-"""Those whose removal costs most: ``spmd-distill prune demo OUT --depth 12``."""
+from spmd_distill.runtime import devices_of, run_files_folder
 
 
 def add(commands: Any) -> None:
@@ -39,15 +36,13 @@ def demo_config(
     steps: int | None = None,
 ) -> RunConfig:
     """The demo's settings: what ``spmd-distill demo`` runs, and a start for one's own."""
-    base = parse_config(["--run", run, "--mesh", mesh, "--mapper", mapper, "--teacher.path", teacher])
-    steps = 40 if steps is None else steps
-    own = teacher == "demo"
+    given = ["--run", run, "--mesh", mesh, "--mapper", mapper, "--teacher.path", teacher]
+    base = parse_config(given, run_files_folder() / "cpu.yaml")
     return replace(
         base,
-        steps=steps,
-        student=replace(base.student, layers=DEMO_LAYERS if own else None),
-        data=replace(base.data, train=text, rows=max(4, _batch_shards(mesh)), max_train_tokens=200_000),
-        eval=replace(base.eval, every=20, rows=16, new_tokens=12),
+        steps=base.steps if steps is None else steps,
+        student=base.student if teacher == "demo" else replace(base.student, layers=None),
+        data=replace(base.data, train=text, rows=max(base.data.rows, _batch_shards(mesh))),
     )
 
 

@@ -113,9 +113,9 @@ class _Places:
         if name not in setting_names():
             return UserError(f"{self.of(name)}: {' '.join(message.split())}")
         if "expected one argument" in message:
-            return UserError(f"Flag --{name}: has no value; expected {_expected(_type_of(name))}.")
+            return UserError(f"Flag --{name}: has no value; expected {expected(type_of(name))}.")
         found = self._flag(name) or repr(flatten(given).get(name, "a value of another kind"))
-        return UserError(f"{self.of(name)}: {name} is {found}; expected {_expected(_type_of(name))}.")
+        return UserError(f"{self.of(name)}: {name} is {found}; expected {expected(type_of(name))}.")
 
     def _flag(self, name: str) -> str | None:
         for index, argument in enumerate(self.arguments):
@@ -139,8 +139,8 @@ def _check_names(given: dict[str, Any], place: _Places, cls: Any = RunConfig, pr
             raise UserError(f"{place.of(name)}: {name} is {value!r}; expected a section with some of {inside}.")
         if section is not None:
             _check_names(value, place, section, f"{name}.")
-        elif value is None and not _takes_null(_type_of(name)):
-            raise UserError(f"{place.of(name)}: {name} is null; expected {_expected(_type_of(name))}.")
+        elif value is None and not _takes_null(type_of(name)):
+            raise UserError(f"{place.of(name)}: {name} is null; expected {expected(type_of(name))}.")
 
 
 def _check_flags(arguments: Sequence[str], place: _Places) -> None:
@@ -189,7 +189,8 @@ def _check_numbers(config: Any, place: _Places, prefix: str = "") -> None:
             raise UserError(f"{prefix}{f.name} is {value}; expected a finite number.")
 
 
-def _type_of(name: str) -> Any:
+def type_of(name: str) -> Any:
+    """The type of a setting."""
     cls: Any = RunConfig
     *sections, last = name.split(".")
     for section in sections:
@@ -201,7 +202,7 @@ def _takes_null(kind: Any) -> bool:
     return kind is Any or type(None) in get_args(kind)
 
 
-def _expected(kind: Any) -> str:
+def expected(kind: Any) -> str:
     """A type in words."""
     plain = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if kind in plain:
@@ -212,7 +213,9 @@ def _expected(kind: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(str, inside))
     if origin in (Union, types.UnionType):
-        return " or ".join(_expected(k) for k in inside)
+        return " or ".join(expected(k) for k in inside)
     if origin in (tuple, list, Sequence):
-        return f"a list of {_expected(inside[0]).removeprefix('a ')} values" if inside else "a list"
-    return "a mapping" if origin is dict else str(kind)
+        return f"a list of {expected(inside[0]).removeprefix('a ')} values" if inside else "a list"
+    if origin is dict or kind is dict:
+        return "a mapping"
+    return "anything" if kind is Any else str(kind)
