@@ -81,7 +81,7 @@ class Loop:
                 batch = jax.device_put(self.loader.batch(step - 1), self.batch_shardings)
                 state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
                 seconds = time.monotonic() - began
-                values = _values(metrics)
+                values = metric_values(metrics)
                 tokens = int(jax.device_get(metrics["loss"].count))
                 meta["tokens"] += tokens
                 values |= {**self.setup.scheduled(step - 1), "tokens": meta["tokens"]}
@@ -109,7 +109,7 @@ class Loop:
     def evaluate(self, state: TrainState, writer: MetricWriter) -> dict[str, float]:
         """Metrics over the held-out rows, averaged over their valid tokens."""
         run = self.setup.run
-        values = _values(run.evaluate(self.eval_step, state.params, self.teacher, self.heldout, state.step))
+        values = metric_values(run.evaluate(self.eval_step, state.params, self.teacher, self.heldout, state.step))
         writer.write(int(state.step), values, "eval")
         return values
 
@@ -146,7 +146,8 @@ class Loop:
             )
 
 
-def _values(metrics: Metrics) -> dict[str, float]:
+def metric_values(metrics: Metrics) -> dict[str, float]:
+    """Averages on the host by the names of ``metrics.jsonl``, perplexities among them."""
     values = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
     named = {name: values[f"ce_{name}"] for name in ("student", "teacher") if f"ce_{name}" in values}
     return values | {f"perplexity_{name}": perplexity(value) for name, value in named.items()}

@@ -14,7 +14,15 @@ is no finite number is null, and ``nonfinite`` then says what it was: ``{"loss":
 
 from spmd_distill.metrics.plots import plot_curves
 from spmd_distill.metrics.reading import Line, read_metrics
-from spmd_distill.metrics.table import perplexity, results_table
+from spmd_distill.metrics.table import comparison_table, perplexity, results_table
 from spmd_distill.metrics.writer import MetricWriter
 
-__all__ = ["Line", "MetricWriter", "perplexity", "plot_curves", "read_metrics", "results_table"]
+__all__ = [
+    "Line",
+    "MetricWriter",
+    "comparison_table",
+    "perplexity",
+    "plot_curves",
+    "read_metrics",
+    "results_table",
+]

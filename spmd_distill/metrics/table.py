@@ -12,16 +12,24 @@ def perplexity(cross_entropy: float) -> float:
 
 
 def results_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
-    """The held-out metrics of the student before and after training, side by side.
+    """The held-out metrics of the student before and after training, side by side; see `comparison_table`."""
+    return comparison_table({"before": before, "after": after})
+
+
+def comparison_table(columns: Mapping[str, Mapping[str, float]], title: str = "Held-out results") -> Table:
+    """Held-out metrics side by side.
 
     Args:
-        before, after: metrics by the names above. A missing one shows as a dash; no row where both lack it.
+        columns: metrics by the names above, by the name of their column. A missing one shows as a dash; no row where
+            all lack it.
+        title: what stands above.
     """
-    table = Table(title="Held-out results", title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("")
-    for name in ("before", "after"):
+    for name in columns:
         table.add_column(name, justify="right")
-    teachers = [m["ce_teacher"] for m in (after, before) if "ce_teacher" in m]
+    found = list(columns.values())
+    teachers = [m["ce_teacher"] for m in reversed(found) if "ce_teacher" in m]
     beside = f" (teacher {perplexity(teachers[0]):.2f})" if teachers else ""
     rows = [
         ("KL to the teacher (nats/token)", "kl", lambda x: f"{x:.4f}"),
@@ -31,6 +39,6 @@ def results_table(before: Mapping[str, float], after: Mapping[str, float]) -> Ta
         ("acceptance rate", "acceptance", lambda x: f"{100 * x:.1f} %"),
     ]
     for title, key, show in rows:
-        if key in before or key in after:
-            table.add_row(title, *(show(m[key]) if key in m else "-" for m in (before, after)))
+        if any(key in m for m in found):
+            table.add_row(title, *(show(m[key]) if key in m else "-" for m in found))
     return table

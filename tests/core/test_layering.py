@@ -24,7 +24,7 @@ LAYERS = (
     ("student",),
     ("build",),
     ("finish", "loop"),
-    ("train", "proof"),
+    ("train", "proof", "runs"),
     ("cli", "__init__"),
 )
 """Modules and packages right under the root, from the ground up; each may import only what stands before its row."""
