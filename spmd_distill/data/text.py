@@ -122,19 +122,29 @@ def _text_files(given: Path) -> list[tuple[Path, str]]:
     return [(given, given.name)]
 
 
-def _decode(file: Path) -> str:
-    data = file.read_bytes()
+def decode_text(data: bytes) -> str:
+    """The text of a file's bytes: UTF-8, without a byte-order mark, with line ends as ``\\n``.
+
+    Raises `UserError`, which does not name the file, where they are not UTF-8 or hold no text.
+    """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{file}: not UTF-8 at byte offset {error.start} (0x{data[error.start]:02x}, {error.reason}). "
+            f"not UTF-8 at byte offset {error.start} (0x{data[error.start]:02x}, {error.reason}). "
             "Convert it, for example with `iconv -f LATIN1 -t UTF-8`."
         ) from None
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
-        raise UserError(f"{file}: the file holds no text ({len(data)} bytes). Remove it from the list or fill it.")
+        raise UserError(f"the file holds no text ({len(data)} bytes). Remove it from the list or fill it.")
     return text
+
+
+def _decode(file: Path) -> str:
+    try:
+        return decode_text(file.read_bytes())
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def _paragraphs(text: str) -> list[str]:

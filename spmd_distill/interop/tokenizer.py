@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import numpy as np
+from jaxtyping import Int32, Int64
 from tokenizers import Tokenizer
 
 from spmd_distill.errors import UserError
 from spmd_distill.interop.chat import render_chat
+from spmd_distill.interop.chat_spans import assistant_spans
 from spmd_distill.interop.huggingface import listing, read_json
+from spmd_distill.interop.tokenizer_spans import ByteSpans
 
 ROLES = ("bos", "eos", "pad", "unk")
 """What a model may have a token for: beginning and end of a text, padding, what it has no token for."""
@@ -52,6 +55,7 @@ class TextTokenizer:
                     f"{tokenizer.get_vocab_size()} tokens. Use tokenizer files that belong together."
                 )
         self._ids = tokenizer.get_vocab(with_added_tokens=True)
+        self._spans: ByteSpans | None = None
         self._vocab_size = max(self._ids.values(), default=-1) + 1
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:
@@ -70,15 +74,22 @@ class TextTokenizer:
             for row, text in enumerate(texts):
                 if not isinstance(text, str):
                     raise
-                try:
-                    text.encode()
-                except UnicodeEncodeError as error:
-                    raise UserError(
-                        f"text {row}: character {error.start} is the lone surrogate {text[error.start]!r}, "
-                        "expected text that has a UTF-8 form. Read the file as UTF-8 with errors='replace'."
-                    ) from None
+                _check_utf8(text, f"text {row}: ")
             raise
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_spans(
+        self, text: str, *, add_special_tokens: bool = False
+    ) -> tuple[Int32[np.ndarray, " n"], Int64[np.ndarray, "n 2"]]:
+        """Return the ids of a text and the bytes of each, ``[first, after the last)`` of the text's UTF-8 form.
+
+        Slower than `encode`. Every byte belongs to one token; tokens that were added around the text have none.
+        Raises `UserError` for text that has no UTF-8 form.
+        """
+        _check_utf8(text, "")
+        if self._spans is None:
+            self._spans = ByteSpans(self._tokenizer)
+        return self._spans.encode(text, add_special_tokens)
 
     def decode(self, ids: Iterable[SupportsIndex] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
         """Return the text of ids ``[tokens]``. A character of which only some bytes are there becomes U+FFFD.
@@ -130,23 +141,47 @@ class TextTokenizer:
         """The id of padding, or None. It may equal `eos_id`: never tell padding by its id."""
         return self._id("pad")
 
-    def apply_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        template: str | None = None,
+    ) -> str:
         """Write a conversation as the text that the model was trained on.
 
         Args:
             messages: ``{"role": ..., "content": ...}`` in order.
             add_generation_prompt: End with what opens the assistant's answer.
+            template: Another chat template than the tokenizer's.
 
         Raises:
             UserError: There is no chat template, or it refuses the messages.
         """
-        if self.chat_template is None:
-            raise UserError(
-                f"{self.source}: has no chat template, expected one for a conversation. Use the instruct "
-                "version of the model, set `chat_template`, or give plain text."
-            )
-        tokens = {f"{role}_token": token for role, token in self._roles.items()}
-        return render_chat(self.chat_template, messages, add_generation_prompt, tokens, self.source)
+        source = self.source if template is None else "template"
+        return render_chat(self._template(template), messages, add_generation_prompt, self._role_tokens, source)
+
+    def apply_chat_spans(
+        self, messages: Sequence[Mapping[str, Any]], *, template: str | None = None, last_only: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Write a conversation, and tell which characters of it the assistant has to write.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` in order.
+            template: Another chat template than the tokenizer's.
+            last_only: Only the last message.
+
+        Returns:
+            The text, and (first, after the last) for each message of the assistant, its end-of-turn token included.
+
+        Raises:
+            UserError: There is no chat template, it refuses the messages, or it does not tell the spans; see
+            `assistant_spans`.
+        """
+        source = self.source if template is None else "template"
+        return assistant_spans(
+            self._template(template), messages, self._role_tokens, self.special_tokens, source, last_only
+        )
 
     def fingerprint(self) -> str:
         """Return the sha256 (hex) of everything that decides the ids of a text.
@@ -178,8 +213,31 @@ class TextTokenizer:
     def __repr__(self) -> str:
         return f"TextTokenizer({self.vocab_size} tokens of {self.source})"
 
+    @property
+    def _role_tokens(self) -> dict[str, str]:
+        return {f"{role}_token": token for role, token in self._roles.items()}
+
+    def _template(self, given: str | None) -> str:
+        template = self.chat_template if given is None else given
+        if template is None:
+            raise UserError(
+                f"{self.source}: has no chat template, expected one for a conversation. Use the instruct "
+                "version of the model, set `chat_template`, or give plain text."
+            )
+        return template
+
     def _id(self, role: str) -> int | None:
         return self._ids.get(self._roles[role]) if role in self._roles else None
+
+
+def _check_utf8(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}character {error.start} is the lone surrogate {text[error.start]!r}, "
+            "expected text that has a UTF-8 form. Read the file as UTF-8 with errors='replace'."
+        ) from None
 
 
 def tokenizer_from_folder(folder: str | os.PathLike[str]) -> TextTokenizer:
