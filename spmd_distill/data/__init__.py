@@ -5,6 +5,7 @@ from spmd_distill.data.demo import demo_documents
 from spmd_distill.data.encode import Encoder, make_encoder
 from spmd_distill.data.intake import Intake, IntakeReport
 from spmd_distill.data.loader import Loader, eval_batches
+<<<<<<< HEAD
 from spmd_distill.data.packing import Rows, check_vocabulary, pack
 from spmd_distill.data.sources import JoinedSource, open_source
 from spmd_distill.data.text import Document, pydoc_topics, read_documents, split_documents
@@ -12,6 +13,19 @@ from spmd_distill.data.text import Document, pydoc_topics, read_documents, split
 __all__ = [
     "AbstractSource",
     "BadRecord",
+=======
+from spmd_distill.data.mixture import Mixture
+from spmd_distill.data.packed import PackedRows
+from spmd_distill.data.packing import check_vocabulary, pack
+from spmd_distill.data.plan import Plan, plan
+from spmd_distill.data.prefetch import Prefetch
+from spmd_distill.data.rows import AbstractRows, Rows
+from spmd_distill.data.table import TokenTable
+from spmd_distill.data.text import Document, pydoc_topics, read_documents, split_documents
+
+__all__ = [
+    "AbstractRows",
+>>>>>>> b2610c3 (Rows that are laid out by a plan, mixtures of sources, the rows of one host, and batches prepared ahead)
     "Document",
     "Encoder",
     "Example",
@@ -19,14 +33,23 @@ __all__ = [
     "IntakeReport",
     "JoinedSource",
     "Loader",
+<<<<<<< HEAD
     "Record",
+=======
+    "Mixture",
+    "PackedRows",
+    "Plan",
+    "Prefetch",
+>>>>>>> b2610c3 (Rows that are laid out by a plan, mixtures of sources, the rows of one host, and batches prepared ahead)
     "Rows",
+    "TokenTable",
     "check_vocabulary",
     "demo_documents",
     "eval_batches",
     "make_encoder",
     "open_source",
     "pack",
+    "plan",
     "pydoc_topics",
     "read_documents",
     "split_documents",

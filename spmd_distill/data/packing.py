@@ -1,61 +1,14 @@
 """Documents of any length -> rows of one length: nothing lost or repeated, no label across documents."""
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Int
 
+from spmd_distill.data.rows import Rows
 from spmd_distill.errors import UserError
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Packed rows, ready to be drawn in any order: R rows of L tokens, with the fields of ``types.Batch``."""
-
-    tokens: Int32[np.ndarray, "R L"]
-    """Token ids; 0 where padded."""
-    labels: Int32[np.ndarray, "R L"]
-    """The token that follows in the same document; 0 where ``mask`` is False."""
-    mask: Bool[np.ndarray, "R L"]
-    """True where there is a label: not at padding nor at a document's last token, whatever its id."""
-    positions: Int32[np.ndarray, "R L"]
-    """Distance to the start of the segment."""
-    segments: Int32[np.ndarray, "R L"]
-    """The segment's number inside its row, from 1; 0 is padding."""
-
-    def __len__(self) -> int:
-        """The number of rows."""
-        return self.tokens.shape[0]
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """One row: its tokens, labels, mask, positions and segments, each a view of shape ``[L]``."""
-        return {field.name: getattr(self, field.name)[index] for field in fields(self)}
-
-    def subset(self, indices: Sequence[int]) -> "Rows":
-        """Only the rows of these numbers, in this order."""
-        return Rows(**{field.name: getattr(self, field.name)[list(indices)] for field in fields(self)})
-
-    def spread(self, count: int) -> "Rows":
-        """At most ``count`` rows, spread evenly over all documents."""
-        every = max(len(self) // count, 1)
-        return self.subset(range(0, len(self), every)[:count])
-
-    @property
-    def valid_tokens(self) -> int:
-        """How many positions have a label: what a loss over all rows is divided by."""
-        return int(np.count_nonzero(self.mask))
-
-    def fingerprint(self) -> str:
-        """The sha256 of all that is in the rows, as 64 hexadecimal digits; 10 ms a million tokens."""
-        digest = hashlib.sha256(f"rows 1 {self.tokens.shape}".encode())
-        for field in fields(self):
-            array = np.ascontiguousarray(getattr(self, field.name))
-            digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
-        return digest.hexdigest()
 
 
 def pack(token_documents: Sequence[np.ndarray], length: int) -> Rows:
