@@ -5,27 +5,20 @@ from spmd_distill.data.demo import demo_documents
 from spmd_distill.data.encode import Encoder, make_encoder
 from spmd_distill.data.intake import Intake, IntakeReport
 from spmd_distill.data.loader import Loader, eval_batches
-<<<<<<< HEAD
-from spmd_distill.data.packing import Rows, check_vocabulary, pack
-from spmd_distill.data.sources import JoinedSource, open_source
-from spmd_distill.data.text import Document, pydoc_topics, read_documents, split_documents
-
-__all__ = [
-    "AbstractSource",
-    "BadRecord",
-=======
 from spmd_distill.data.mixture import Mixture
 from spmd_distill.data.packed import PackedRows
 from spmd_distill.data.packing import check_vocabulary, pack
 from spmd_distill.data.plan import Plan, plan
 from spmd_distill.data.prefetch import Prefetch
 from spmd_distill.data.rows import AbstractRows, Rows
+from spmd_distill.data.sources import JoinedSource, open_source
 from spmd_distill.data.table import TokenTable
 from spmd_distill.data.text import Document, pydoc_topics, read_documents, split_documents
 
 __all__ = [
     "AbstractRows",
->>>>>>> b2610c3 (Rows that are laid out by a plan, mixtures of sources, the rows of one host, and batches prepared ahead)
+    "AbstractSource",
+    "BadRecord",
     "Document",
     "Encoder",
     "Example",
@@ -33,14 +26,11 @@ __all__ = [
     "IntakeReport",
     "JoinedSource",
     "Loader",
-<<<<<<< HEAD
-    "Record",
-=======
     "Mixture",
     "PackedRows",
     "Plan",
     "Prefetch",
->>>>>>> b2610c3 (Rows that are laid out by a plan, mixtures of sources, the rows of one host, and batches prepared ahead)
+    "Record",
     "Rows",
     "TokenTable",
     "check_vocabulary",
