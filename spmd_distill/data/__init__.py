@@ -5,14 +5,10 @@ from spmd_distill.data.demo import demo_documents
 from spmd_distill.data.encode import Encoder, make_encoder
 from spmd_distill.data.intake import Intake, IntakeReport
 from spmd_distill.data.loader import Loader, eval_batches
-from spmd_distill.data.mixture import Mixture
-from spmd_distill.data.packed import PackedRows
 from spmd_distill.data.packing import check_vocabulary, pack
-from spmd_distill.data.plan import Plan, plan
 from spmd_distill.data.prefetch import Prefetch
-from spmd_distill.data.rows import AbstractRows, Rows
+from spmd_distill.data.rows import AbstractRows, Mixture, PackedRows, Plan, Rows, TokenTable, plan
 from spmd_distill.data.sources import JoinedSource, open_source
-from spmd_distill.data.table import TokenTable
 from spmd_distill.data.text import Document, pydoc_topics, read_documents, split_documents
 
 __all__ = [

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_distill.data.mixture import Order
-from spmd_distill.data.rows import FIELDS, AbstractRows
+from spmd_distill.data.rows import FIELDS, AbstractRows, Order
 from spmd_distill.errors import UserError
 from spmd_distill.types import Batch
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_distill.data import Loader, Mixture, pack
-from spmd_distill.data.mixture import Order, integer_shares
+from spmd_distill.data.rows.mixture import Order, integer_shares
 from spmd_distill.errors import UserError
 
 LENGTH = 4

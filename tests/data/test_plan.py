@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from spmd_distill.data import PackedRows, TokenTable, pack, plan
 from spmd_distill.data.base import Example
-from spmd_distill.data.plan import first_fit
 from spmd_distill.data.rows import FIELDS
+from spmd_distill.data.rows.plan import first_fit
 from spmd_distill.errors import UserError
 
 HOWS = ("first_fit", "concatenate", "none")

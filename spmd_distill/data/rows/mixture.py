@@ -9,7 +9,7 @@ from typing import Any, cast
 import grain
 import numpy as np
 
-from spmd_distill.data.rows import FIELDS, AbstractRows, Rows
+from spmd_distill.data.rows.base import FIELDS, AbstractRows, Rows
 from spmd_distill.errors import UserError
 
 _PARTS = 10_000

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from spmd_distill.data.table import TokenTable
+from spmd_distill.data.rows.table import TokenTable
 from spmd_distill.errors import UserError
 
 WINDOW = 2048

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd_distill.data.plan import Plan
-from spmd_distill.data.rows import AbstractRows, Rows
-from spmd_distill.data.table import TokenTable
+from spmd_distill.data.rows.base import AbstractRows, Rows
+from spmd_distill.data.rows.plan import Plan
+from spmd_distill.data.rows.table import TokenTable
 
 
 class PackedRows(AbstractRows):
