@@ -117,13 +117,15 @@ class Encoder:
         """The tokens of a text, and which of them hold a byte of one of these spans of its characters.
 
         A token that straddles the border of a prompt and a completion is learned: otherwise nothing would teach
-        the bytes of the completion that it holds, which may be all of it.
+        the bytes of the completion that it holds, which may be all of it. A token without bytes (the blank that some
+        tokenizers put before a word) is learned where the next one is.
         """
         ids, of_token = self.tokenizer.encode_spans(text, add_special_tokens=add_special)
         at = np.cumsum([0, *(len(character.encode()) for character in text)])
         loss = np.zeros(len(ids), bool)
+        begin, end = of_token[:, 0], np.maximum(of_token[:, 1], of_token[:, 0] + 1)
         for first, last in spans:
-            loss |= (of_token[:, 0] < at[last]) & (of_token[:, 1] > at[first]) & (of_token[:, 0] < of_token[:, 1])
+            loss |= (begin < at[last]) & (end > at[first])
         return ids, loss
 
     def _with_eos(self, ids: np.ndarray, loss: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -162,14 +164,19 @@ def make_encoder(
     Raises:
         UserError: A setting is none of these, or the template is malformed.
     """
-    for setting, found, choices in (("loss", loss, Loss), ("too_long", too_long, TooLong)):
-        if found not in get_args(choices):
-            raise UserError(f"{setting}: found {found!r}, expected one of {', '.join(get_args(choices))}.")
+    check_choice("loss", loss, Loss)
+    check_choice("too_long", too_long, TooLong)
     if max_tokens is not None and max_tokens < 2:
         raise UserError(f"max_tokens: found {max_tokens}, expected at least 2: a token is learned after another one.")
     if template is not None:
         check_template(template, "template")
     return Encoder(tokenizer, loss, template, add_special, max_tokens, too_long)
+
+
+def check_choice(setting: str, found: str, choices: Any) -> None:
+    """Raise `UserError` where a setting is none of the values of a ``Literal``."""
+    if found not in get_args(choices):
+        raise UserError(f"{setting}: found {found!r}, expected one of {', '.join(get_args(choices))}.")
 
 
 def _string(value: Mapping[str, Any], field: str, where: str, empty: bool = False) -> str:

@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 from spmd_distill.data.base import AbstractSource, BadRecord, Example
-from spmd_distill.data.encode import Encoder
+from spmd_distill.data.encode import Encoder, check_choice
 from spmd_distill.errors import UserError
 
 OnBad = Literal["error", "skip"]
@@ -60,8 +60,7 @@ class Intake:
     """
 
     def __init__(self, source: AbstractSource, encoder: Encoder, on_bad: OnBad = "error", keep: int = 5):
-        if on_bad not in get_args(OnBad):
-            raise UserError(f"on_bad: found {on_bad!r}, expected one of {', '.join(get_args(OnBad))}.")
+        check_choice("on_bad", on_bad, OnBad)
         self.source, self.encoder = source, encoder
         self._on_bad, self._keep = on_bad, keep
         self._records = self._examples = self._tokens = self._learned = self._cut = 0

@@ -38,7 +38,7 @@ class ByteSpans:
     def encode(self, text: str, add_special_tokens: bool) -> tuple[Int32[np.ndarray, " n"], Int64[np.ndarray, "n 2"]]:
         """The ids of a text and, for each, its first byte and the one after its last.
 
-        Tokens that the tokenizer adds of its own accord have no byte: their span is empty.
+        Tokens that the tokenizer adds of its own accord have no byte: their span is empty, where they stand.
         """
         bare = self._bare.encode(text, add_special_tokens=False)
         spans = self._spans(text, bare)
@@ -77,9 +77,16 @@ class ByteSpans:
 
     def _divide(self, spans: np.ndarray, first: int, last: int, tokens: Sequence[str]) -> None:
         """Give tokens that share a character their own bytes of it, where their strings tell how many."""
-        counts = [self._bytes_of(token) for token in tokens[first:last]]
         start, end = spans[first:last, 0].min(), spans[first:last, 1].max()
-        if None in counts or sum(counts) != end - start:  # pyright: ignore[reportCallIssue, reportArgumentType]
+        counts: list[int] = []
+        for token in tokens[first:last]:
+            count = self._bytes_of(token)
+            if count is None:
+                return
+            counts.append(count)
+        if sum(counts) == end - start + 1 and tokens[first].startswith("▁"):
+            counts[0] -= 1  # a blank that the normaliser puts before a text, so that its first word is like the others
+        if sum(counts) != end - start:
             return
         ends = start + np.cumsum(np.array(counts, np.int64))
         spans[first:last, 1] = ends

@@ -1,10 +1,15 @@
 """Records -> tokens and loss masks: by bytes, against templates whose spans are written out by hand."""
 
+import pickle
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from spmd_distill.data import Record, make_encoder
+from spmd_distill.data import BadRecord, Intake, Record, make_encoder
+from spmd_distill.data.base import AbstractSource
+from spmd_distill.data.encode import Loss, check_choice
+from spmd_distill.errors import UserError
 from spmd_distill.interop import TextTokenizer
 
 CORPUS = ["the cat sat on the mat in 1984", "user assistant system you are a helpful", "naïve 東京 🙂🙃 straße"] * 4
@@ -35,7 +40,7 @@ GEMMA = (
 )
 
 
-def make(template=None, eos="<|im_end|>", bos="<|begin_of_text|>", byte_level=True) -> TextTokenizer:
+def make(template=None, eos="<|im_end|>", bos="<|begin_of_text|>") -> TextTokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -88,3 +93,261 @@ def test_every_answer_and_its_end_of_turn_is_learned_and_nothing_else(template, 
     assert learned(tokenizer, last) == [f"the mat{end}"] and np.array_equal(last.tokens, example.tokens)
     whole = make_encoder(tokenizer, loss="all")(record)
     assert whole.loss.all() and np.array_equal(whole.tokens, example.tokens)
+
+
+def test_an_answer_is_what_follows_the_prompt_that_generation_would_be_given():
+    for template in (SMOLLM2, LLAMA3, GEMMA):
+        tokenizer = make(template)
+        text, spans = tokenizer.apply_chat_spans(TALK)
+        for turn, (first, last) in zip((1, 3), spans, strict=True):
+            assert text[:first] == tokenizer.apply_chat(TALK[:turn])
+            assert text[first:last].startswith(TALK[turn]["content"])
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([*TALK, {"role": "user", "content": "more"}], ["sat 🙂<|im_end|>", "the mat<|im_end|>"]),
+        ([{"role": "system", "content": "you are"}, *TALK[:2]], ["sat 🙂<|im_end|>"]),
+        ([*TALK[:2], {"role": "assistant", "content": "again"}], ["sat 🙂<|im_end|>", "again<|im_end|>"]),
+        ([TALK[0], {"role": "assistant", "content": ""}], ["<|im_end|>"]),
+        ([TALK[0], {"role": "assistant", "content": "a <|im_end|> b"}], ["a <|im_end|> b<|im_end|>"]),
+        ([{"role": "user", "content": "sat 🙂<|im_end|>\n<|im_start|>assistant\nsat"}, TALK[1]], ["sat 🙂<|im_end|>"]),
+        ([TALK[0], {"role": "assistant", "content": " \n sat \n"}], [" \n sat \n<|im_end|>"]),
+    ],
+    ids=["ends with the user", "system", "two answers", "empty", "end inside", "user plays the assistant", "blanks"],
+)
+def test_conversations_of_every_shape(messages, expected):
+    tokenizer = make(SMOLLM2)
+    example = make_encoder(tokenizer, loss="assistant")(Record({"messages": messages}, "x"))
+    assert learned(tokenizer, example) == expected
+
+
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        MARKED,
+        MARKED.replace("{% generation %}", "{%- generation -%}"),
+        MARKED.replace(" + '<|im_end|>\n' }}{% endgeneration %}", " }}{% endgeneration %}{{ '<|im_end|>\n' }}"),
+        "{% macro say(m) %}" + MARKED.replace("for m in messages", "for m in [m]") + "{% endmacro %}"
+        "{% for m in messages %}{{ say(m) }}{% endfor %}",
+        MARKED.replace("m['content']", "(m['content'] if not loop.last else m['content'])")
+        + "{% if messages | length > 2 %}{{ 'not stable' }}{% endif %}",
+    ],
+    ids=["whole turn", "blanks cut", "end outside", "macro", "not prefix-stable"],
+)
+def test_generation_blocks_of_a_template_tell_what_is_learned(template):
+    tokenizer = make()
+    example = make_encoder(tokenizer, loss="assistant", template=template)(Record({"messages": TALK}, "x"))
+    assert learned(tokenizer, example) == ["sat 🙂<|im_end|>", "the mat<|im_end|>"]
+    assert "\ufdd0" not in tokenizer.decode(example.tokens)
+
+
+THINKS = (  # thoughts stay in the last answer alone, as in the templates of reasoning models
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (THINKS, TALK, "writes the messages before message 1 differently when the conversation goes on"),
+        (SMOLLM2.replace("{% endfor %}", "{% if loop.last %}{{ eos_token }}{% endif %}{% endfor %}"), TALK,
+         "writes the messages before message 1 differently"),
+        (SMOLLM2.split("{% if add_gen")[0], TALK, "writes no generation prompt, so the head of the answer"),
+        (SMOLLM2, TALK[1:], "writes the messages before message 0 differently"),
+        (SMOLLM2.replace("loop.first and ", ""), TALK[1:], "writes the messages before message 0 differently"),
+        ("{{ messages[0]['role'] }}" + MARKED.replace("generation", "if true").replace("endif true", "endif"), TALK[1:],
+         "the assistant speaks first, .* cannot write what stands before it"),
+        (GEMMA, [{"role": "system", "content": "x"}, *TALK], "System role not supported"),
+        (GEMMA, [TALK[0], *TALK], "Roles must alternate"),
+        (MARKED.replace("{% endg", "{% generation %}{% endgeneration %}{% endg"), TALK,
+         "nests or changes its {% generation %} blocks"),
+        (MARKED.replace("m['role'] == 'assistant'", "false"), TALK, "wrote no {% generation %} block"),
+        (MARKED, [TALK[0], {"role": "assistant", "content": "\ufdd0"}], r"hold the characters U\+FDD0"),
+        ("{{ messages[7].content.x }}", TALK, "cannot write these 4 messages"),
+        ("{{ 1 / 0 }}", TALK, "cannot write these 4 messages"),
+        ("{{ messages.append(1) }}", TALK, "cannot write these 4 messages"),
+        ("{{ ''.split('') }}", TALK, "cannot write these 4 messages"),
+    ],
+)  # fmt: skip
+def test_a_template_that_does_not_tell_the_answers_is_refused(template, messages, message):
+    encode = make_encoder(make(), loss="assistant", template=template)
+    with pytest.raises(BadRecord, match="chat.jsonl, line 1: chat template: .*" + message):
+        encode(Record({"messages": messages}, "chat.jsonl, line 1"))
+
+
+def test_the_last_answer_needs_no_stable_template():
+    tokenizer = make(THINKS)
+    example = make_encoder(tokenizer, loss="completion")(Record({"messages": TALK}, "x"))
+    assert learned(tokenizer, example) == ["<think>\n\n</think>\n\nthe mat<|im_end|>"]
+    with pytest.raises(BadRecord, match="last message is not the assistant's"):
+        make_encoder(tokenizer, loss="completion")(Record({"messages": TALK[:3]}, "x"))
+
+
+def test_the_side_of_a_token_that_straddles_prompt_and_completion():
+    tokenizer = make()
+    assert "Ġcat" in tokenizer.vocabulary
+    encode = make_encoder(tokenizer, loss="completion")
+    apart = encode(Record({"prompt": "the", "completion": " cat"}, "x"))
+    astride = encode(Record({"prompt": "the ", "completion": "cat"}, "x"))
+    assert apart.tokens.tolist() == astride.tokens.tolist()
+    assert learned(tokenizer, astride) == [" cat<|im_end|>"], "or nothing would teach the completion"
+    assert apart.loss.tolist() == astride.loss.tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("a", "🙂 b"), ("🙂", "🙃"), ("a🙂", "b"), ("東", "京🙂"), ("", "🙂")]
+)
+def test_a_mask_is_exact_to_the_byte_where_a_character_is_many_tokens(prompt, completion):
+    tokenizer = make()
+    example = make_encoder(tokenizer, loss="completion", add_special=False)(
+        Record({"prompt": prompt, "completion": completion}, "x")
+    )
+    of_bytes = np.concatenate([np.full(len(prompt.encode()), False), np.full(len(completion.encode()), True)])
+    _, spans = tokenizer.encode_spans(prompt + completion)
+    assert example.loss.tolist() == [bool(of_bytes[a:b].any()) for a, b in spans]
+    assert learned(tokenizer, example)[0].endswith(completion)
+
+
+def test_padding_that_is_the_eos_does_not_matter():
+    tokenizer = make()
+    assert tokenizer.pad_id == tokenizer.eos_id
+    example = make_encoder(tokenizer, loss="completion")(Record({"prompt": "a<|im_end|>", "completion": "b"}, "x"))
+    assert example.tokens[-1] == tokenizer.eos_id and example.loss.tolist() == [False, False, True, True]
+    ended = make_encoder(tokenizer, loss="completion")(Record({"prompt": "a", "completion": "b<|im_end|>"}, "x"))
+    assert ended.tokens.tolist().count(tokenizer.eos_id) == 1 and ended.loss[-1]
+
+
+def test_text_is_learned_whole_with_an_eos_behind_it():
+    tokenizer = make()
+    record = Record({"text": "the cat"}, "x")
+    example = make_encoder(tokenizer)(record)
+    plain = make_encoder(tokenizer, add_special=False)(record)
+    assert example.tokens.tolist() == [*plain.tokens.tolist(), tokenizer.eos_id] and example.loss.all()
+    assert plain.tokens.tolist() == tokenizer.encode("the cat").tolist()
+    pair = make_encoder(tokenizer)(Record({"prompt": "the", "completion": " cat"}, "x"))
+    assert pair.tokens.tolist() == example.tokens.tolist() and pair.loss.all()
+    assert example.tokens.dtype == np.int32 and example.loss.dtype == bool
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "message"),
+    [
+        ({}, "all", "no known fields: found nothing"),
+        ({"prompt": "x", "body": 1}, "all", "no known fields: found 'prompt', 'body'"),
+        ({"text": 3}, "all", "wrong type: 'text' is a number"),
+        ({"text": b"x"}, "all", "wrong type: 'text' is a value of type bytes"),
+        ({"text": ""}, "all", "empty: 'text' holds no text"),
+        ({"text": "x"}, "completion", "nothing to mask: it is plain text"),
+        ({"text": "a\ud800"}, "all", "no Unicode text: character 1 is the lone surrogate"),
+        ({"prompt": "x", "completion": ""}, "all", "empty: 'completion'"),
+        ({"prompt": [], "completion": "x"}, "all", "wrong type: 'prompt' is an array"),
+        ({"messages": {}}, "all", "wrong type: 'messages' is an object"),
+        ({"messages": []}, "all", "empty: 'messages' holds no message"),
+        ({"messages": ["x"]}, "all", "wrong type: message 0 is a string"),
+        ({"messages": [{"role": "user"}]}, "all", "wrong type: 'content' of message 0 is missing"),
+        ({"messages": [{"role": None, "content": "x"}]}, "all", "wrong type: 'role' of message 0 is null"),
+        ({"messages": [{"role": "user", "content": "\udfff"}]}, "all", "no Unicode text"),
+        ({"messages": TALK[:1]}, "assistant", "nothing to learn: none of its"),
+    ],
+)
+def test_a_record_that_cannot_be_used_says_why(value, loss, message):
+    with pytest.raises(BadRecord, match=f"a.jsonl, line 3: {message}"):
+        make_encoder(make(SMOLLM2), loss=loss)(Record(value, "a.jsonl, line 3"))
+
+
+def test_what_is_too_long_is_cut_and_counted_or_refused():
+    tokenizer = make(SMOLLM2)
+    record = Record({"text": "the cat sat on the mat"}, "x")
+    whole = make_encoder(tokenizer)(record)
+    size = len(whole.tokens)
+    encode = make_encoder(tokenizer, max_tokens=size - 1)
+    cut = encode(record)
+    assert cut.tokens.tolist() == whole.tokens[:-1].tolist() and len(cut.loss) == size - 1 and encode.cut == 1
+    exact = make_encoder(tokenizer, max_tokens=size)
+    assert len(exact(record).tokens) == size and exact.cut == 0
+    with pytest.raises(BadRecord, match=f"too long: {size} tokens, at most {size - 1} are allowed"):
+        make_encoder(tokenizer, max_tokens=size - 1, too_long="refuse")(record)
+    with pytest.raises(BadRecord, match="too long: nothing of its first 8 tokens is learned"):
+        make_encoder(tokenizer, loss="assistant", max_tokens=8)(Record({"messages": TALK}, "x"))
+
+
+def test_settings_that_cannot_be_are_refused():
+    for settings, message in (
+        ({"max_tokens": 1}, "max_tokens: found 1"),
+        ({"template": "{% for %}"}, "template: its chat template is malformed in line 1"),
+        ({"template": "{% generation %}"}, "template: its chat template is malformed"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_encoder(make(), **settings)
+    with pytest.raises(UserError, match="loss: found 'some', expected one of all, completion, assistant"):
+        check_choice("loss", "some", Loss)
+    with pytest.raises(UserError, match="has no chat template, and x is a conversation") as error:
+        make_encoder(make())(Record({"messages": TALK}, "x"))
+    assert not isinstance(error.value, BadRecord), "no record could be read"
+
+
+def test_a_fingerprint_is_of_all_that_decides_an_example():
+    tokenizer = make(SMOLLM2)
+    settings = [{}, {"loss": "completion"}, {"template": LLAMA3}, {"add_special": False}, {"max_tokens": 9}]
+    settings.append({"max_tokens": 9, "too_long": "refuse"})
+    encoders = [make_encoder(tokenizer, **setting) for setting in settings]
+    encoders += [make_encoder(make(LLAMA3)), make_encoder(make(SMOLLM2, eos="<|eot_id|>"))]
+    prints = [encode.fingerprint() for encode in encoders]
+    assert len(set(prints)) == len(prints) - 1 and prints[2] == prints[6], "one template, given in two ways"
+    assert [pickle.loads(pickle.dumps(encode)).fingerprint() for encode in encoders] == prints
+
+
+class Given(AbstractSource):
+    name = "given"
+
+    def __init__(self, values):
+        self.values = values
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, index):
+        if isinstance(self.values[index], str):
+            raise BadRecord(f"given, line {index + 1}", self.values[index])
+        return Record(self.values[index], f"given, line {index + 1}")
+
+    def fingerprint(self):
+        return "0" * 64
+
+
+def test_bad_records_are_errors_or_skipped_and_counted_by_reason():
+    good = {"prompt": "the", "completion": " cat"}
+    source = Given([good, "not JSON: line 1", {"text": 3}, good, "not JSON: line 2", {}, {"text": "x" * 40}])
+    encode = make_encoder(make(), max_tokens=20)
+    with pytest.raises(BadRecord, match=r"^given, line 2: not JSON: line 1$"):
+        list(Intake(source, encode))
+    intake = Intake(source, encode, on_bad="skip", keep=3)
+    examples = list(intake)
+    assert [len(example.tokens) for example in examples] == [3, 3, 20]
+    report = intake.report()
+    assert (report.records, report.examples, report.tokens, report.learned, report.cut) == (7, 3, 26, 23, 1)
+    assert report.bad == {"not JSON": 2, "wrong type": 1, "no known fields": 1}
+    assert report.lines() == [
+        "given: 3 of 7 records used, 26 tokens, 23 learned, 1 cut",
+        "  skipped 4: 2 not JSON, 1 wrong type, 1 no known fields",
+        "  given, line 2: not JSON: line 1",
+        "  given, line 3: wrong type: 'text' is a number, expected a string",
+        "  given, line 5: not JSON: line 2",
+        "  and 1 more",
+    ]
+    assert Intake(source, encode).example(0) is not None and intake.example(1) is None
+    with pytest.raises(UserError, match=r"given: all 2 records are bad. The first: given, line 1: not JSON: x; given"):
+        list(Intake(Given(["not JSON: x", {}]), encode, on_bad="skip"))
+    with pytest.raises(UserError, match="given: holds no record"):
+        list(Intake(Given([]), encode, on_bad="skip"))
