@@ -13,6 +13,7 @@ import optax
 from spmd_distill.compose import build_objective, describe, describe_vocabulary, moving_numbers, shared_vocabulary
 from spmd_distill.config import RunConfig
 from spmd_distill.data import Rows
+from spmd_distill.distributed import check_devices
 from spmd_distill.errors import UserError
 from spmd_distill.head import AbstractHead, FusedHead, ReferenceHead
 from spmd_distill.loading import Say, documents, tokenise
@@ -97,6 +98,7 @@ def checked_mapper(config: RunConfig) -> AbstractMapper:
     if "float64" in (types.compute, types.teacher, types.student):
         jax.config.update("jax_enable_x64", True)
     mapper = build_mapper(config.mesh, config.mapper)
+    check_devices(mapper.devices, mapper.layout.name)
     check_batch(config, mapper)
     return mapper
 

@@ -9,6 +9,7 @@ import jax
 from spmd_distill.build import Setup
 from spmd_distill.checkpoint import Checkpoints
 from spmd_distill.data import Loader, Rows, eval_batches
+from spmd_distill.distributed import any_of, is_first, place
 from spmd_distill.errors import UserError
 from spmd_distill.guards import StopSignal
 from spmd_distill.metrics import MetricWriter, perplexity
@@ -65,7 +66,7 @@ class Loop:
             else:
                 state, meta = self._start(), dict[str, Any](tokens=0)
             first = int(state.step)
-            with MetricWriter(self.folder.path, resume_from=first if resume else None) as writer:
+            with MetricWriter(self.folder.path, resume_from=first if resume else None, enabled=is_first()) as writer:
                 if "before" not in meta:
                     with self.progress.stage("evaluating the untrained student"):
                         meta["before"] = meta["after"] = self.evaluate(state, writer)
@@ -78,7 +79,7 @@ class Loop:
         with StopSignal() as stop:
             for step in range(first + 1, config.steps + 1):
                 began = time.monotonic()
-                batch = jax.device_put(self.loader.batch(step - 1), self.batch_shardings)
+                batch = place(self.loader.batch(step - 1), self.batch_shardings)
                 state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
                 seconds = time.monotonic() - began
                 values = metric_values(metrics)
@@ -91,16 +92,17 @@ class Loop:
                 writer.write(step, values, "train")
                 self._stop_if_not_finite(step, values)
                 self.progress.update(step, values["loss"], values.get("kl"), values.get("tokens_per_second"))
-                last = step == config.steps
+                last, stopping = step == config.steps, any_of(stop.requested is not None)
                 if last or step % config.eval.every == 0:
                     with self.progress.stage(f"evaluating at step {step}"):
                         meta["after"] = self.evaluate(state, writer)
-                if last or stop.requested or step % config.checkpoint.every == 0:
+                if last or stopping or step % config.checkpoint.every == 0:
                     self._save(checkpoints, state, step, meta)
-                if stop.requested and not last:
+                if stopping and not last:
                     checkpoints.wait()
+                    signal = stop.requested or "a signal to another process"
                     raise Interrupted(
-                        f"Stopped by {stop.requested} at step {step} of {config.steps}, with a checkpoint saved. "
+                        f"Stopped by {signal} at step {step} of {config.steps}, with a checkpoint saved. "
                         f"Go on with: spmd-distill train --resume {self.folder.path}"
                     )
         per_second = tokens_timed / timed if timed else 0.0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmd_distill.distributed import is_first
 from spmd_distill.errors import UserError
 from spmd_distill.interop import CARD, TOKENIZER_FILES, ModelCard, TextTokenizer, save_huggingface
 from spmd_distill.loading import Checkpoint, Say, Source, find_source, open_checkpoint
@@ -114,10 +115,15 @@ def save_pretrained(
     if tokenizer is not None:
         config = {name: value for name, value in config.items() if not name.endswith("_token_id")}
     files[CARD] = (card or ModelCard()).render(target.name, source.repository, source.license).encode()
+    tensors = export_params(params, like.family.rules(model.config))
+    if not is_first():
+        for _ in tensors:  # gathered from all processes, and written by one
+            pass
+        return target
     return save_huggingface(
         target,
         config,
-        export_params(params, like.family.rules(model.config)),
+        tensors,
         tokenizer or like.tokenizer,
         files=files,
         overwrite=overwrite,

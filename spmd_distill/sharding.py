@@ -9,7 +9,7 @@ Mesh axes: ``data`` (rows of the batch; with the rule ``embed: data`` also a sli
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -300,3 +300,14 @@ def is_spec(x: Any) -> bool:
 def named(mesh: Mesh, specs: Specs) -> Any:
     """Turn a tree of specs into a tree of `NamedSharding` over ``mesh``."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+
+
+def over_flat_axis(body: Callable[..., Any], devices: Sequence[Any], axis: str) -> Callable[..., Any]:
+    """Map ``body`` over the leading axis of arrays ``[n, ...]``, one of n devices each; the axis is called ``axis``."""
+    spec = PartitionSpec(axis)
+
+    def one(*args: Any) -> Any:
+        out = body(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], out)
+
+    return jax.shard_map(one, mesh=Mesh(list(devices), (axis,)), in_specs=spec, out_specs=spec, check_vma=False)

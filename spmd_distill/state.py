@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from spmd_distill.distributed import place
 from spmd_distill.errors import UserError
 from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Model
@@ -44,6 +45,8 @@ def place_params(params: Any, model: AnyModel, mapper: AbstractMapper) -> Params
             raise UserError(f"Parameter {name}: found {there}, but the model that it is for expects {wanted}.")
     ordered = jax.tree.unflatten(jax.tree.structure(model.abstract), [found[name] for name in expected])
     shardings: Any = mapper.shardings(model.specs(mapper.layout))
+    if jax.process_count() > 1:
+        return place(ordered, shardings)
     return jax.tree.map(lambda x, where: jax.device_put(x, where, may_alias=False), ordered, shardings)
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd_distill.collectives import psum, to_varying, vary_like
+from spmd_distill.distributed import place
 from spmd_distill.head import AbstractHead, FusedHead
 from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Shard
@@ -205,7 +206,7 @@ class Distillation:
         """Run what `eval_step` returned over batches ``[B, L]`` of the host, one at a time; their metrics, pooled."""
         shardings, total = self.mapper.shardings(self.batch_specs(0)), {}
         for batch in batches:
-            placed = jax.device_put(batch, shardings)
+            placed = place(batch, shardings)
             found = jax.block_until_ready(eval_step(params, teacher_params, placed, step))
             total = {name: total[name] + value if total else value for name, value in found.items()}
         return total

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_distill.config import RunConfig
+from spmd_distill.distributed import from_first
 from spmd_distill.errors import UserError
 from spmd_distill.interop import TextTokenizer, compare_tokenizers, rows_of
 from spmd_distill.loading import Checkpoint, Say, open_checkpoint
@@ -137,7 +138,7 @@ def prune_start(
     wanted = config.student
     if not wanted.pruned or wanted.init == "random":
         return None
-    if not (folder / "config.json").exists():
+    if from_first(str((folder / "config.json").exists())) == "False":
         source = config.teacher.path if wanted.init == "teacher" else wanted.init
         train, heldout = config.data.train, config.data.heldout
         dtype = config.precision.student

@@ -1,14 +1,16 @@
 """A whole run: from a run file to a folder with a trained student in it."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from spmd_distill.build import Setup, load_text, prepare, set_up
-from spmd_distill.config import RunConfig, to_dict
+from spmd_distill.config import DistributedConfig, RunConfig, to_dict
 from spmd_distill.data import Loader
+from spmd_distill.distributed import all_or_none, check_alike, check_same, is_first, join
 from spmd_distill.finish import export_student, samples, summarise
 from spmd_distill.loop import Loop, Result
 from spmd_distill.metrics import plot_curves, results_table
@@ -26,20 +28,27 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
     """
     began = time.monotonic()
     console = console or Console(stderr=True)
-    folder = RunFolder.open(config.run) if resume else RunFolder.create(config.run)
-    with TrainProgress(config.steps, console) as progress:
+    join(config.distributed)
+    config = replace(config, distributed=DistributedConfig())  # where it runs is no setting of what is run
+    check_alike(repr(config))
+    look = RunFolder.open if resume else RunFolder.create
+    folder = all_or_none(lambda: look(config.run), first_only=True) or RunFolder(config.run)
+    if not is_first():
+        console = Console(quiet=True)
+    with TrainProgress(config.steps, console, enabled=is_first()) as progress:
         try:
             start = prepare(config, folder.path / "start", progress.stage, progress.note)
             with progress.stage("opening the teacher"):
-                setup = set_up(config, progress.note, start)
+                setup = all_or_none(lambda: set_up(config, progress.note, start))
             with progress.stage("tokenising the text"):
-                train, heldout = load_text(setup)
+                train, heldout = all_or_none(lambda: load_text(setup))
         except BaseException:
-            if not resume:
+            if not resume and is_first():
                 folder.discard_if_empty()
             raise
+        check_same({"training text": train.fingerprint()}, "Give all hosts the same files, on a shared file system.")
         progress.note(setup.introduction(train.valid_tokens))
-        if not resume:
+        if not resume and is_first():
             folder.write_config(to_dict(config))
             folder.write_json("environment.json", environment())
         loader = Loader(train, config.data.rows, config.data.micro_batches, config.seed)
@@ -62,9 +71,10 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
         time.monotonic() - began,
         result.tokens_per_second,
     )
-    folder.write_json("samples.json", continued)
-    plot_curves(folder.path)
-    folder.write_json("summary.json", summary)
+    if is_first():
+        folder.write_json("samples.json", continued)
+        plot_curves(folder.path)
+        folder.write_json("summary.json", summary)
     _show(console, setup, folder, result, continued, summary)
     return summary
 

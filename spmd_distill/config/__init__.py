@@ -4,6 +4,7 @@ This package does not import jax, so that the command can read a run file before
 """
 
 from spmd_distill.config.data import DataConfig
+from spmd_distill.config.distributed import DistributedConfig
 from spmd_distill.config.models import HeadConfig, Order, PrecisionConfig, StudentConfig, TeacherConfig
 from spmd_distill.config.objective import ObjectiveConfig
 from spmd_distill.config.optimizer import OptimizerConfig
@@ -14,6 +15,7 @@ from spmd_distill.config.watch import CheckpointConfig, EvalConfig
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "DistributedConfig",
     "EvalConfig",
     "HeadConfig",
     "ObjectiveConfig",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spmd_distill.config.data import DataConfig
+from spmd_distill.config.distributed import DistributedConfig
 from spmd_distill.config.models import HeadConfig, PrecisionConfig, StudentConfig, TeacherConfig
 from spmd_distill.config.objective import ObjectiveConfig, check_objective
 from spmd_distill.config.optimizer import OptimizerConfig
@@ -32,6 +33,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self):
         """Check what no type can say."""
@@ -45,6 +47,7 @@ class RunConfig:
             if value < 1:
                 raise UserError(f"Run file: {name} is {value}; it must be at least 1.")
         self.student.check()
+        self.distributed.check()
         try:
             check_objective(self.objective)
         except UserError as error:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_distill.distributed import fetch
 from spmd_distill.errors import UserError
 from spmd_distill.generation.loop import NONE, Generation, Prompt, State
 from spmd_distill.generation.sampling import GREEDY, Kind, Numbers, Sampling
@@ -94,9 +95,9 @@ def generate(
         return _texts(whole(params, prompt, numbers), len(rows))
     state = start(params, prompt, numbers)
     for count in range(1, limit + 1):
-        column = np.asarray(state["new"])[: len(rows), count - 1 : count]
+        column = fetch(state["new"])[: len(rows), count - 1 : count]
         on_tokens([row[row != NONE] for row in column])
-        if count == limit or not state["going"]:
+        if count == limit or not fetch(state["going"]):
             break
         state = further(params, prompt, {**numbers, "until": np.int32(count + 1)}, state)
     return _texts(state["new"], len(rows))
@@ -144,7 +145,7 @@ def _bucket(n: int, least: int) -> int:
 
 
 def _texts(new: jax.Array, count: int) -> list[np.ndarray]:
-    return [row[row != NONE] for row in np.asarray(new)[:count]]
+    return [row[row != NONE] for row in fetch(new)[:count]]
 
 
 def _checked(prompt: Any, number: int, tokens: int) -> np.ndarray:

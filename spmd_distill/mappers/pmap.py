@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from spmd_distill.collectives import FlatAxis, flat_axis
 from spmd_distill.mappers.base import AbstractMapper, Body, Device
 from spmd_distill.mappers.stacking import broadcast_specs, keep_first, stack, stacked_axes, unstack
-from spmd_distill.sharding import MeshLayout, Specs, is_spec, named
+from spmd_distill.sharding import MeshLayout, Specs, is_spec, named, over_flat_axis
 
 
 class PmapMapper(AbstractMapper):
@@ -38,6 +38,10 @@ class PmapMapper(AbstractMapper):
                 return body(*args)
 
         mapped = jax.pmap(shard, axis_name=self.flat.name, devices=self.devices)
+        if jax.process_count() > 1:
+            # Traced inside a jit by one of several processes, `jax.pmap` would take that process' devices only. This is
+            # what it is today: `shard_map` over one axis, with nothing checked.
+            mapped = over_flat_axis(shard, self.devices, self.flat.name)
 
         def cut(spec: Any, x: jax.Array) -> jax.Array:
             stacked, front = stack(layout, x, spec), stacked_axes(layout, spec)

@@ -18,22 +18,25 @@ _OWN_KEYS = ("step", "split", "seconds", "nonfinite")
 
 
 class MetricWriter:
-    """Writes the metrics of one run. Make one, on process 0 only."""
+    """Writes the metrics of one run; of several processes, one is enabled."""
 
-    def __init__(self, folder: str | os.PathLike[str], resume_from: int | None = None):
+    def __init__(self, folder: str | os.PathLike[str], resume_from: int | None = None, *, enabled: bool = True):
         """Start, or go on with, the metrics of a run.
 
         Args:
             folder: the run's folder; it exists.
             resume_from: the step that the run was restored at. Lines of later steps, which the run is about
                 to write again, and a last line cut short by a kill are taken away. None: a new run.
+            enabled: False touches no file: for all processes but one.
 
         Raises:
             UserError: a new run where there are metrics already, or the folder cannot be written.
         """
         self.folder = Path(folder)
         self._path = self.folder / FILE
-        seconds = 0.0
+        self.enabled, seconds = enabled, 0.0
+        if not enabled:
+            return
         if resume_from is None and self._path.exists() and self._path.stat().st_size > 0:
             raise UserError(f"{self._path}: found the metrics of an earlier run; take another --run, or resume")
         try:
@@ -63,6 +66,8 @@ class MetricWriter:
             UserError: the file cannot be written, for instance because the disk is full.
         """
         assert prefix in ("train", "eval"), prefix
+        if not self.enabled:
+            return
         numbers = {name: float(value) for name, value in values.items()}
         assert not numbers.keys() & set(_OWN_KEYS), f"metric names {_OWN_KEYS} are taken"
         line: dict[str, Any] = {"step": int(step), "split": prefix}
@@ -80,8 +85,9 @@ class MetricWriter:
 
     def close(self) -> None:
         """Close both files, for good; once more does nothing. Raises nothing."""
-        self._file.close()
-        self._board.close()
+        if self.enabled:
+            self._file.close()
+            self._board.close()
 
 
 class _Board:

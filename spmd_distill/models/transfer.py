@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_distill.distributed import fetch
 from spmd_distill.errors import UserError
 from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models.base import Model, path_name
@@ -248,7 +249,7 @@ def export_params(params: Params, rules: Mapping[str, Rule]) -> Iterator[tuple[s
 
 
 def _joined(members: Sequence[tuple[Rule, Any]]) -> np.ndarray:
-    parts = [rule.turn.outwards(np.asarray(leaf)) for rule, leaf in members]
+    parts = [rule.turn.outwards(fetch(leaf)) for rule, leaf in members]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

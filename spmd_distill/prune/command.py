@@ -15,6 +15,7 @@ from rich.table import Table
 
 from spmd_distill.config import Order
 from spmd_distill.data import Document, eval_batches
+from spmd_distill.distributed import all_or_none, barrier, is_first
 from spmd_distill.errors import UserError
 from spmd_distill.interop import ModelCard, TextTokenizer, trim_tokenizer, used_tokens
 from spmd_distill.loading import Checkpoint, documents, open_checkpoint, tokenise
@@ -179,16 +180,8 @@ def _stage(console: Console, what: str) -> Iterator[None]:
 @contextmanager
 def _new_folder(out: Path) -> Iterator[None]:
     """Make the folder now, so that nothing is measured in vain; take it away again where nothing came of it."""
-    above = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out}: is there already; expected a new or empty folder. Give another path.")
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}); expected a new folder. Give another.") from error
+    above = [folder for folder in (out, *out.parents) if not folder.exists()] if is_first() else []
+    all_or_none(partial(_make_folder, out), first_only=True)
     try:
         yield
     except BaseException as error:
@@ -198,6 +191,18 @@ def _new_folder(out: Path) -> Iterator[None]:
         if isinstance(error, OSError) and not isinstance(error, UserError):
             raise UserError(f"{out}: cannot be written ({error.strerror or error}); nothing was kept.") from error
         raise
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out}: is there already; expected a new or empty folder. Give another path.")
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); expected a new folder. Give another.") from error
 
 
 def _vocabulary(tokenizer: TextTokenizer, wanted: Wanted) -> tuple[TextTokenizer | None, np.ndarray | None]:
@@ -273,7 +278,9 @@ def _save(
         tags=("pruned", "spmd_distill"),
     )
     save_pretrained(out, student, params, like=checkpoint, tokenizer=tokenizer, card=card, overwrite=True)
-    (Path(out) / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    if is_first():
+        (Path(out) / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    barrier("pruned")
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_distill.collectives import axis_index, psum, same_on
+from spmd_distill.distributed import fetch, place
 from spmd_distill.divergences import ForwardKL
 from spmd_distill.head import FusedHead
 from spmd_distill.mappers import AbstractMapper
@@ -74,7 +75,7 @@ def activations(
     run = jax.jit(mapper.map(body, (model.specs(layout), Batch(*(rows,) * 5)), out))
     total: dict[str, np.ndarray] = {}
     for batch in _placed(batches, mapper, layout):
-        for name, value in jax.device_get(jax.block_until_ready(run(params, batch))).items():
+        for name, value in fetch(jax.block_until_ready(run(params, batch))).items():
             total[name] = total.get(name, 0) + np.asarray(value, np.float64)
     found = {name: np.sqrt(value) for name, value in total.items()}
     heads = found["attention_heads"]
@@ -132,7 +133,7 @@ def measure_removals(
             gone = np.isin(np.arange(model.config.layers), [layer, *removed])
             total, count = 0.0, 0
             for batch, hidden in zip(placed, kept, strict=True):
-                value, valid = jax.device_get(jax.block_until_ready(run(params, gone, hidden, batch)))
+                value, valid = fetch(jax.block_until_ready(run(params, gone, hidden, batch)))
                 total, count = total + float(value), count + int(valid)
             found.append(total / max(count, 1))
         return np.asarray(found)
@@ -171,4 +172,4 @@ def agreement(
 
 def _placed(batches: Sequence[Batch], mapper: AbstractMapper, layout: MeshLayout) -> Any:
     shardings = mapper.shardings(Batch(*(layout.spec(("batch", None)),) * 5))
-    return (jax.device_put(batch, shardings) for batch in batches)
+    return (place(batch, shardings) for batch in batches)

@@ -13,7 +13,7 @@ MAX_FAN_OUT = 12
 LAYERS = (
     ("errors", "types", "runtime"),
     ("config",),
-    ("collectives", "sharding"),
+    ("collectives", "sharding", "distributed"),
     ("mappers", "divergences"),
     ("head", "features", "models"),
     ("interop", "teachers", "objective", "optimizer", "assets"),
@@ -26,6 +26,7 @@ LAYERS = (
     ("finish", "loop"),
     ("train", "proof", "runs"),
     ("cli", "__init__"),
+    ("__main__",),
 )
 """Modules and packages right under the root, from the ground up; each may import only what stands before its row."""
 
