@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from spmd_distill.data.base import BadRecord, Example, Record
-from spmd_distill.data.source_json import json_kind
+from spmd_distill.data.sources import json_kind
 from spmd_distill.errors import UserError
 from spmd_distill.interop.chat import check_template
 from spmd_distill.interop.tokenizer import TextTokenizer

@@ -67,7 +67,7 @@ def test_lines_are_found_as_editors_count_them(tmp_path, monkeypatch):
     whole = [(record.value["text"], record.where) for record in map(open_source(path).__getitem__, range(3))]
     assert whole == [("1", "a.jsonl, line 1"), ("4", "a.jsonl, line 4"), ("6", "a.jsonl, line 6")]
     for chunk in range(1, 20):  # wherever the pieces end that the file is read in
-        monkeypatch.setattr("spmd_distill.data.files.CHUNK", chunk)
+        monkeypatch.setattr("spmd_distill.data.sources.files.CHUNK", chunk)
         source = open_source(path)
         assert [(source[i].value["text"], source[i].where) for i in range(len(source))] == whole
     for blank in (b"", b"\n", b"\xef\xbb\xbf\n \n"):

@@ -3,7 +3,7 @@
 from etils import epath
 
 from spmd_distill.data.base import AbstractSource, BadRecord, Record
-from spmd_distill.data.files import ByteFile, file_fingerprint
+from spmd_distill.data.sources.files import ByteFile, file_fingerprint
 from spmd_distill.data.text import decode_text
 from spmd_distill.errors import UserError
 

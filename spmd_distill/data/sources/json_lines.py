@@ -8,7 +8,7 @@ import numpy as np
 from etils import epath
 
 from spmd_distill.data.base import AbstractSource, BadRecord, Record
-from spmd_distill.data.files import ByteFile, file_fingerprint
+from spmd_distill.data.sources.files import ByteFile, file_fingerprint
 
 _BOM = b"\xef\xbb\xbf"
 _SPACE = np.frombuffer(b" \t\r\n\v\f", np.uint8)

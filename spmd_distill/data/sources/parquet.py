@@ -8,8 +8,8 @@ import numpy as np
 from etils import epath
 
 from spmd_distill.data.base import AbstractSource, BadRecord, Record
-from spmd_distill.data.files import file_fingerprint, is_remote, unreadable
-from spmd_distill.data.source_json import choose_field
+from spmd_distill.data.sources.files import file_fingerprint, is_remote, unreadable
+from spmd_distill.data.sources.json_lines import choose_field
 from spmd_distill.errors import UserError
 
 _HELD = 2

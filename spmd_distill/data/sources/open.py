@@ -10,12 +10,12 @@ import numpy as np
 from etils import epath
 
 from spmd_distill.data.base import AbstractSource, Record
-from spmd_distill.data.files import check_scheme, find_files, is_remote
-from spmd_distill.data.source_arrayrecord import ArrayRecord
-from spmd_distill.data.source_huggingface import HUB, HuggingFace, is_dataset_folder
-from spmd_distill.data.source_json import JsonLines
-from spmd_distill.data.source_parquet import Parquet
-from spmd_distill.data.source_text import TextFile
+from spmd_distill.data.sources.array_record import ArrayRecord
+from spmd_distill.data.sources.files import check_scheme, find_files, is_remote
+from spmd_distill.data.sources.huggingface import HUB, HuggingFace, is_dataset_folder
+from spmd_distill.data.sources.json_lines import JsonLines
+from spmd_distill.data.sources.parquet import Parquet
+from spmd_distill.data.sources.text_file import TextFile
 from spmd_distill.errors import UserError
 
 READERS: dict[str, Callable[[epath.Path, str, str, str], AbstractSource]] = {

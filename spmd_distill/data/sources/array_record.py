@@ -6,9 +6,9 @@ from typing import Any
 from etils import epath
 
 from spmd_distill.data.base import AbstractSource, BadRecord, Record
-from spmd_distill.data.files import file_fingerprint, is_remote
-from spmd_distill.data.source_json import json_record
-from spmd_distill.data.source_parquet import needed
+from spmd_distill.data.sources.files import file_fingerprint, is_remote
+from spmd_distill.data.sources.json_lines import json_record
+from spmd_distill.data.sources.parquet import needed
 from spmd_distill.errors import UserError
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from spmd_distill.data.base import AbstractSource, BadRecord, Record
-from spmd_distill.data.source_json import choose_field
-from spmd_distill.data.source_parquet import needed, without_nulls
+from spmd_distill.data.sources.json_lines import choose_field
+from spmd_distill.data.sources.parquet import needed, without_nulls
 from spmd_distill.errors import UserError
 
 HUB = "hf://"
