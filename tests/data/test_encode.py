@@ -1,12 +1,14 @@
 """Records -> tokens and loss masks: by bytes, against templates whose spans are written out by hand."""
 
 import pickle
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from spmd_distill.data import BadRecord, Intake, Record, make_encoder
+from spmd_distill.data import BadRecord, Intake, PackedRows, Record, TokenTable, make_encoder, plan
 from spmd_distill.data.base import AbstractSource
 from spmd_distill.data.encode import Loss, check_choice
 from spmd_distill.errors import UserError
@@ -306,6 +308,46 @@ def test_a_fingerprint_is_of_all_that_decides_an_example():
     prints = [encode.fingerprint() for encode in encoders]
     assert len(set(prints)) == len(prints) - 1 and prints[2] == prints[6], "one template, given in two ways"
     assert [pickle.loads(pickle.dumps(encode)).fingerprint() for encode in encoders] == prints
+
+
+def terms(examples, how):
+    """What the loss of packed rows sums over: (example's segment position, token, label), counted."""
+    table = TokenTable.of(examples)
+    rows = PackedRows(table, plan(table, 64, how)).take(range(len(plan(table, 64, how))))
+    at = np.nonzero(rows.mask)
+    fields = (rows.positions[at], rows.tokens[at], rows.labels[at])
+    return Counter(zip(*(field.tolist() for field in fields), strict=True))
+
+
+@pytest.mark.parametrize("how", ["first_fit", "none", "concatenate"])
+def test_one_flag_more_or_less_is_one_term_more_or_less_of_the_packed_loss(how):
+    tokenizer = make(SMOLLM2)
+    chat = make_encoder(tokenizer, loss="assistant")(Record({"messages": TALK[:2]}, "x"))
+    pair = make_encoder(tokenizer, loss="completion")(Record({"prompt": "the 🙂", "completion": " cat 東"}, "x"))
+    assert len(chat.tokens) + len(pair.tokens) <= 64, "one row, so that no piece is cut"
+    given = terms([chat, pair], how)
+    assert given.total() == np.count_nonzero(chat.loss[1:]) + np.count_nonzero(pair.loss[1:])
+    for example, other in ((chat, pair), (pair, chat)):
+        for i in range(len(example.tokens)):
+            loss = example.loss.copy()
+            loss[i] = not loss[i]
+            moved = terms([replace(example, loss=loss), other], how)
+            more, less = moved - given, given - moved
+            change = more if loss[i] else less
+            term = (i - 1, int(example.tokens[i - 1]), int(example.tokens[i]))
+            assert (more if change is less else less) == Counter()
+            assert change == (Counter() if i == 0 else Counter([term]))
+
+
+def test_a_border_moved_by_one_token_moves_one_term():
+    tokenizer = make()
+    words = ["the", " cat", " sat", " on", " the", " mat"]
+    assert len(tokenizer.encode("".join(words))) == len(words), "a word is a token"
+    encode = make_encoder(tokenizer, loss="completion")
+    for border in range(1, len(words)):
+        prompt, completion = "".join(words[:border]), "".join(words[border:])
+        example = encode(Record({"prompt": prompt, "completion": completion}, "x"))
+        assert example.loss.tolist() == [False] * border + [True] * (len(words) - border + 1)
 
 
 class Given(AbstractSource):
