@@ -9,10 +9,10 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from spmd_distill.cli import demo, eval, export, init, prune, train, verify
+from spmd_distill.cli import demo, eval, export, init, prune, report, train, verify
 from spmd_distill.errors import UserError
 
-SUBCOMMANDS = (demo, init, train, eval, export, prune, verify)
+SUBCOMMANDS = (demo, init, train, eval, report, export, prune, verify)
 """In the order that ``spmd-distill --help`` lists them."""
 
 

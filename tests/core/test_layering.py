@@ -25,7 +25,7 @@ LAYERS = (
     ("student",),
     ("build",),
     ("finish", "loop"),
-    ("train", "proof", "runs"),
+    ("train", "proof", "runs", "report"),
     ("cli", "__init__"),
     ("__main__",),
 )
