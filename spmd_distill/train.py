@@ -42,20 +42,22 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
                 setup = all_or_none(lambda: set_up(config, progress.note, start))
             with progress.stage("tokenising the text"):
                 train, heldout = all_or_none(lambda: load_text(setup))
+            check_same(
+                {"training text": train.fingerprint()}, "Give all hosts the same files, on a shared file system."
+            )
+            progress.note(setup.introduction(train.valid_tokens))
+            loader = Loader(train, config.data.rows, config.data.micro_batches, config.seed)
+            with progress.stage("compiling the training step"):
+                step = compile_train_step(setup.run, setup.tx, loader.batch(0))
+            with progress.stage("placing the teacher's weights"):
+                teacher = setup.pair.load_teacher(setup.run.mapper)
         except BaseException:
             if not resume and is_first():
                 folder.discard_if_empty()
             raise
-        check_same({"training text": train.fingerprint()}, "Give all hosts the same files, on a shared file system.")
-        progress.note(setup.introduction(train.valid_tokens))
         if not resume and is_first():
             folder.write_config(to_dict(config))
             folder.write_json("environment.json", environment())
-        loader = Loader(train, config.data.rows, config.data.micro_batches, config.seed)
-        with progress.stage("compiling the training step"):
-            step = compile_train_step(setup.run, setup.tx, loader.batch(0))
-        with progress.stage("placing the teacher's weights"):
-            teacher = setup.pair.load_teacher(setup.run.mapper)
         loop = Loop(setup, folder, progress, step, teacher, loader, heldout)
         result = loop.run(resume)
         with progress.stage("continuing the prompts"):
