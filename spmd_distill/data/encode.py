@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -12,12 +13,16 @@ from spmd_distill.data.sources import json_kind
 from spmd_distill.errors import UserError
 from spmd_distill.interop.chat import check_template
 from spmd_distill.interop.tokenizer import TextTokenizer
+from spmd_distill.interop.tokenizer_spans import byte_offsets
 
 Loss = Literal["all", "completion", "assistant"]
 """Which tokens are learned: all of them; a record's completion, or a conversation's last answer; every answer."""
 
 TooLong = Literal["cut", "refuse"]
 """What becomes of a record of too many tokens."""
+
+NOW = datetime(2025, 1, 1)
+"""The day that chat templates are told: tokens must not depend on when they are made."""
 
 
 class Encoder:
@@ -101,10 +106,13 @@ class Encoder:
             )
         try:
             if self.loss == "all":
-                text, spans = self.tokenizer.apply_chat(messages, False, template=self._template), []
+                text = self.tokenizer.apply_chat(messages, False, template=self._template, now=NOW)
+                spans = []
             else:
                 last_only = self.loss == "completion"
-                text, spans = self.tokenizer.apply_chat_spans(messages, template=self._template, last_only=last_only)
+                text, spans = self.tokenizer.apply_chat_spans(
+                    messages, template=self._template, last_only=last_only, now=NOW
+                )
         except UserError as error:
             raise BadRecord(where, f"chat template: {error}") from None
         _check_unicode(text, where)
@@ -121,7 +129,7 @@ class Encoder:
         tokenizers put before a word) is learned where the next one is.
         """
         ids, of_token = self.tokenizer.encode_spans(text, add_special_tokens=add_special)
-        at = np.cumsum([0, *(len(character.encode()) for character in text)])
+        at = byte_offsets(text)
         loss = np.zeros(len(ids), bool)
         begin, end = of_token[:, 0], np.maximum(of_token[:, 1], of_token[:, 0] + 1)
         for first, last in spans:

@@ -28,6 +28,7 @@ def render_chat(
     add_generation_prompt: bool,
     tokens: Mapping[str, str],
     source: str,
+    now: datetime | None = None,
 ) -> str:
     """Render a conversation with the names, filters and whitespace rules that transformers gives a template.
 
@@ -37,16 +38,17 @@ def render_chat(
         add_generation_prompt: Passed to the template.
         tokens: ``bos_token`` and the like, for the template.
         source: Where the template comes from, for error messages.
+        now: What the template takes for the present, if it asks; None is the clock.
 
     Raises:
         UserError: A message lacks its role or content, or the template is malformed, forbidden or refuses the
         messages.
     """
-    return _render(template, messages, add_generation_prompt, tokens, source, marks=False)
+    return _render(template, messages, add_generation_prompt, tokens, source, now, marks=False)
 
 
 def render_generated(
-    template: str, messages: Sequence[Mapping[str, Any]], tokens: Mapping[str, str], source: str
+    template: str, messages: Sequence[Mapping[str, Any]], tokens: Mapping[str, str], source: str, now: datetime | None
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render a conversation, and tell which characters the template's ``{% generation %}`` blocks wrote.
 
@@ -57,8 +59,8 @@ def render_generated(
         UserError: As `render_chat`; or the template works on what a block has written, so that its place is not
         known.
     """
-    text = _render(template, messages, False, tokens, source, marks=False)
-    marked = _render(template, messages, False, tokens, source, marks=True)
+    text = _render(template, messages, False, tokens, source, now, marks=False)
+    marked = _render(template, messages, False, tokens, source, now, marks=True)
     pieces = re.split(f"([{_OPEN}{_CLOSE}])", marked)
     if "".join(pieces[::2]) != text or "".join(pieces[1::2]) != (_OPEN + _CLOSE) * (len(pieces) // 4):
         raise UserError(
@@ -94,14 +96,19 @@ def _render(
     add_generation_prompt: bool,
     tokens: Mapping[str, str],
     source: str,
+    now: datetime | None,
     marks: bool,
 ) -> str:
     for row, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise UserError(f"message {row} is {message!r}, expected an object with 'role' and 'content'.")
     try:
-        compiled = _compile(template, marks)
-        return compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **tokens)
+        return _compile(template, marks).render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            strftime_now=lambda form: (now or datetime.now()).strftime(form),
+            **tokens,
+        )
     except _BROKEN as error:
         roles = ", ".join(str(message["role"]) for message in messages) or "none"
         raise UserError(
@@ -138,7 +145,6 @@ def _compile(template: str, marks: bool) -> Template:
     )
     environment.filters["tojson"] = _tojson  # Jinja's own escapes for HTML
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from spmd_distill.errors import UserError
@@ -18,6 +19,7 @@ def assistant_spans(
     specials: Collection[str],
     source: str,
     last_only: bool = False,
+    now: datetime | None = None,
 ) -> tuple[str, list[Span]]:
     """Render a conversation, and tell what a model that stands for the assistant would have to write.
 
@@ -32,6 +34,7 @@ def assistant_spans(
         specials: The control tokens, one of which ends a turn.
         source: Where the template comes from, for error messages.
         last_only: Only the last message, which must be the assistant's.
+        now: What the template takes for the present, if it asks; None is the clock.
 
     Returns:
         The text, and a span of it for each message of the assistant (for each block).
@@ -40,22 +43,20 @@ def assistant_spans(
         UserError: The template refuses the messages; or it writes a conversation differently once it goes on
         (thoughts taken out of earlier turns), so that what the assistant was given cannot be told from the text.
     """
-    text = render_chat(template, messages, False, tokens, source)
+    now = now or datetime.now()  # one for all that is compared
+    text = render_chat(template, messages, False, tokens, source, now)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if last_only:
         turns = turns[-1:]
         if not turns or turns[0] != len(messages) - 1:
             raise UserError("the last message is not the assistant's, so there is no completion")
     if has_generation_blocks(template) and not last_only:
-        _, spans = render_generated(template, messages, tokens, source)
+        _, spans = render_generated(template, messages, tokens, source, now)
         spans = [span for span in spans if span[0] < span[1]]
         if turns and not spans:
             raise UserError(f"{source}: its chat template wrote no {{% generation %}} block for these messages")
         return text, [_with_end(text, span, tokens.get("eos_token"), specials) for span in spans]
-    spans = []
-    for turn in turns:
-        spans.append(_turn(template, messages, turn, tokens, specials, source, text))
-    return text, spans
+    return text, [_turn(template, messages, turn, tokens, specials, source, now, text) for turn in turns]
 
 
 def _turn(
@@ -65,13 +66,14 @@ def _turn(
     tokens: Mapping[str, str],
     specials: Collection[str],
     source: str,
+    now: datetime,
     text: str,
 ) -> Span:
     """The span of one message, from what the template makes of the conversation before and with it."""
     try:
-        before = render_chat(template, messages[:turn], True, tokens, source)
-        bare = render_chat(template, messages[:turn], False, tokens, source)
-        through = render_chat(template, messages[: turn + 1], False, tokens, source)
+        before = render_chat(template, messages[:turn], True, tokens, source, now)
+        bare = render_chat(template, messages[:turn], False, tokens, source, now)
+        through = render_chat(template, messages[: turn + 1], False, tokens, source, now)
     except UserError as error:
         if turn:
             raise

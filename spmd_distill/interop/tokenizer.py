@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -147,6 +148,7 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         *,
         template: str | None = None,
+        now: datetime | None = None,
     ) -> str:
         """Write a conversation as the text that the model was trained on.
 
@@ -154,15 +156,21 @@ class TextTokenizer:
             messages: ``{"role": ..., "content": ...}`` in order.
             add_generation_prompt: End with what opens the assistant's answer.
             template: Another chat template than the tokenizer's.
+            now: What the template takes for the present, if it asks; None is the clock.
 
         Raises:
             UserError: There is no chat template, or it refuses the messages.
         """
         source = self.source if template is None else "template"
-        return render_chat(self._template(template), messages, add_generation_prompt, self._role_tokens, source)
+        return render_chat(self._template(template), messages, add_generation_prompt, self._role_tokens, source, now)
 
     def apply_chat_spans(
-        self, messages: Sequence[Mapping[str, Any]], *, template: str | None = None, last_only: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        last_only: bool = False,
+        now: datetime | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         """Write a conversation, and tell which characters of it the assistant has to write.
 
@@ -170,6 +178,7 @@ class TextTokenizer:
             messages: ``{"role": ..., "content": ...}`` in order.
             template: Another chat template than the tokenizer's.
             last_only: Only the last message.
+            now: What the template takes for the present, if it asks; None is the clock.
 
         Returns:
             The text, and (first, after the last) for each message of the assistant, its end-of-turn token included.
@@ -180,7 +189,7 @@ class TextTokenizer:
         """
         source = self.source if template is None else "template"
         return assistant_spans(
-            self._template(template), messages, self._role_tokens, self.special_tokens, source, last_only
+            self._template(template), messages, self._role_tokens, self.special_tokens, source, last_only, now
         )
 
     def fingerprint(self) -> str:

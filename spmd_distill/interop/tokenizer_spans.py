@@ -56,18 +56,14 @@ class ByteSpans:
         return full_ids, placed
 
     def _spans(self, text: str, encoding: Encoding) -> Int64[np.ndarray, "n 2"]:
-        lengths = [len(character.encode()) for character in text]
-        at = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        at = byte_offsets(text)
         characters = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         spans = at[characters]
-        first = 0
-        while first < len(spans):
-            last = first + 1
-            while last < len(spans) and characters[last, 0] < characters[first:last, 1].max():
-                last += 1
-            if last - first > 1:
+        if len(spans):
+            shares = np.append(characters[1:, 0] < np.maximum.accumulate(characters[:-1, 1]), False)
+            for first in map(int, np.flatnonzero(shares & ~np.append(False, shares[:-1]))):  # of a run that shares
+                last = first + int(np.argmin(shares[first:])) + 1
                 self._divide(spans, first, last, encoding.tokens)
-            first = last
         # What the normaliser swallowed (the accent of an "é" in two characters) goes with what stands before it.
         if len(spans):
             spans[:-1, 1] = np.maximum(spans[:-1, 1], spans[1:, 0])
@@ -98,6 +94,13 @@ class ByteSpans:
         if self._byte_level:
             return len(token) if set(token) <= _alphabet() else None
         return 1 if _BYTE_TOKEN.fullmatch(token) else len(token.replace("▁", " ").encode())
+
+
+def byte_offsets(text: str) -> Int64[np.ndarray, " _"]:
+    """Where in the UTF-8 form of a text each of its characters begins, and where the last one ends."""
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
 
 @lru_cache(maxsize=1)

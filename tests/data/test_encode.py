@@ -188,6 +188,14 @@ def test_a_template_that_does_not_tell_the_answers_is_refused(template, messages
         encode(Record({"messages": messages}, "chat.jsonl, line 1"))
 
 
+def test_the_tokens_of_a_conversation_do_not_depend_on_the_day():
+    tokenizer = make("{{ strftime_now('%d %B %Y') }}\n" + SMOLLM2)
+    for loss in ("all", "completion", "assistant"):
+        example = make_encoder(tokenizer, loss=loss)(Record({"messages": TALK}, "x"))
+        assert tokenizer.decode(example.tokens).startswith("01 January 2025\n<|im_start|>")
+    assert not tokenizer.apply_chat(TALK).startswith("01 January 2025"), "a model that is asked gets the clock"
+
+
 def test_the_last_answer_needs_no_stable_template():
     tokenizer = make(THINKS)
     example = make_encoder(tokenizer, loss="completion")(Record({"messages": TALK}, "x"))

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from spmd_distill.errors import UserError
-from spmd_distill.interop import TextTokenizer
+from spmd_distill.interop import TextTokenizer, open_gguf, tokenizer_from_gguf
 
 SPECIALS = ["<s>", "</s>"]
 PIECES = [
@@ -82,16 +82,20 @@ KINDS = {
 DUMMY = {"spaces replaced, one before", "metaspace"}
 
 
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = {chr(i): i for i in PRINTABLE} | {
+    chr(256 + n): i for n, i in enumerate(i for i in range(256) if i not in PRINTABLE)
+}
+"""GPT-2 writes a printable byte as the character of its number, the other bytes as those from 256."""
+
+
 def own_bytes(tokenizer: Tokenizer, number: int) -> bytes:
     """The bytes of a token by what its string means in its kind of vocabulary, written down anew."""
     token = tokenizer.id_to_token(number)
     if token in SPECIALS:
         return token.encode()
     if isinstance(tokenizer.decoder, decoders.ByteLevel):
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        rest = [i for i in range(256) if i not in printable]
-        table = {chr(i): i for i in printable} | {chr(256 + n): i for n, i in enumerate(rest)}
-        return bytes(table[c] for c in token)
+        return bytes(BYTES[c] for c in token)
     if token.startswith("<0x"):
         return bytes([int(token[3:5], 16)])
     return token.replace("▁", " ").encode()
@@ -161,3 +165,15 @@ def test_tokens_around_a_text_have_no_bytes():
 def test_text_without_a_unicode_form_is_refused():
     with pytest.raises(UserError, match="character 1 is the lone surrogate"):
         TextTokenizer(byte_level(), {}).encode_spans("a\ud800")
+
+
+@pytest.mark.network
+def test_the_tokens_of_smollm2_have_the_bytes_that_their_strings_say(smollm2_gguf):
+    ours = tokenizer_from_gguf(open_gguf(smollm2_gguf))
+    strings = {number: token for token, number in ours.vocabulary.items()}
+    for text in [*TEXTS, "in 1984 👩🏽‍🚀 <|im_start|>user\n x<|im_end|>"]:
+        ids, spans = ours.encode_spans(text)
+        data = text.encode()
+        for number, (a, b) in zip(ids.tolist(), spans.tolist(), strict=True):
+            token = strings[number]
+            assert data[a:b] == (token.encode() if token in ours.special_tokens else bytes(BYTES[c] for c in token))

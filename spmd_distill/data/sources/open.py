@@ -79,7 +79,7 @@ def open_source(path: str | os.PathLike[str], name: str | None = None, *, field:
         UserError: Nothing is there (with the nearest name that is), its kind is not known, or the package that
         reads it is missing. What is wrong inside of a file is told when it is read.
     """
-    path = os.fspath(path)
+    path = os.path.expanduser(os.fspath(path))
     if not path:
         raise UserError("the path of a data source is empty: expected a file, a folder, a pattern or hf://NAME.")
     if path.startswith(HUB):
