@@ -6,13 +6,16 @@ A module of a subcommand has ``add(commands)``, which declares its arguments and
 
 import argparse
 import logging
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 
-from spmd_distill.cli import demo, eval, export, init, prune, report, train, verify
+from spmd_distill.cli import demo, eval, export, init, launch, prune, report, train, verify
 from spmd_distill.errors import UserError
+from spmd_distill.launcher import MISTAKE, USER_MISTAKE
 
-SUBCOMMANDS = (demo, init, train, eval, report, export, prune, verify)
+SUBCOMMANDS = (demo, init, train, launch, eval, report, export, prune, verify)
 """In the order that ``spmd-distill --help`` lists them."""
 
 
@@ -26,11 +29,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.act(options, rest)
     except UserError as error:
-        print(f"spmd-distill: error: {error}", file=sys.stderr)
-        return 2
+        print(f"{MISTAKE}{error}", file=sys.stderr)
+        return _leave(USER_MISTAKE)
     except KeyboardInterrupt as stop:
         print(f"\nspmd-distill: {stop or 'interrupted'}", file=sys.stderr)
-        return 130
+        return 130 if str(stop) else _leave(130)
+    except Exception:
+        if not _in_group():
+            raise
+        traceback.print_exc()
+        return _leave(1)
+
+
+def _leave(code: int) -> int:
+    """The exit code. A process of a group ends at once: the others may be in a collective that it never joins."""
+    if _in_group():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _in_group() -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from spmd_distill.config import RunConfig
 from spmd_distill.errors import UserError
+from spmd_distill.launcher import end_with_launcher
 from spmd_distill.runtime import devices_of, prepare_jax
 
 MAPPER_NAMES = ("shard_map", "vmap", "pmap")
@@ -12,6 +13,7 @@ MAPPER_NAMES = ("shard_map", "vmap", "pmap")
 def run(config: RunConfig, resume: bool) -> int:
     """Start jax and do a run."""
     prepare_jax(devices_of(config.mesh))
+    end_with_launcher()
     from spmd_distill.train import distil
 
     distil(config, resume=resume)

@@ -1,6 +1,7 @@
 """``spmd-distill demo``: SmolLM2-135M into a smaller student, on this machine."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,12 @@ def add(commands: Any) -> None:
 
 def act(options: argparse.Namespace, _: list[str]) -> int:
     """Run the demo."""
-    config = demo_config(options.run, options.mesh, options.mapper, options.teacher, tuple(options.text), options.steps)
-    return run(config, resume=False)
+    return run(settings(options), resume=False)
+
+
+def settings(options: argparse.Namespace, rest: Sequence[str] = ()) -> RunConfig:
+    """The settings of the run."""
+    return demo_config(options.run, options.mesh, options.mapper, options.teacher, tuple(options.text), options.steps)
 
 
 def demo_config(

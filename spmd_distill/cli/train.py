@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_distill.cli.common import run
-from spmd_distill.config import parse_config
+from spmd_distill.config import RunConfig, parse_config
 from spmd_distill.errors import UserError
 
 
@@ -22,6 +22,11 @@ def add(commands: Any) -> None:
 
 def act(options: argparse.Namespace, rest: list[str]) -> int:
     """Run the run file."""
+    return run(settings(options, rest), resume=options.resume is not None)
+
+
+def settings(options: argparse.Namespace, rest: list[str]) -> RunConfig:
+    """The settings of the run. Raises `UserError` for what is wrong with them."""
     if (options.config is None) == (options.resume is None):
         raise UserError("train takes a run file, or --resume DIR to go on with a run; found both or neither.")
     path = options.config if options.resume is None else Path(options.resume) / "config.yaml"
@@ -30,4 +35,4 @@ def act(options: argparse.Namespace, rest: list[str]) -> int:
     config = parse_config(rest, path)
     if options.resume is not None:
         config = replace(config, run=str(options.resume))
-    return run(config, resume=options.resume is not None)
+    return config

@@ -12,7 +12,7 @@ MAX_FAN_OUT = 12
 
 LAYERS = (
     ("errors", "types", "runtime"),
-    ("config",),
+    ("config", "launcher"),
     ("collectives", "sharding", "distributed"),
     ("mappers", "divergences"),
     ("head", "features", "models"),
