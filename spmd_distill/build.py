@@ -12,11 +12,11 @@ import optax
 
 from spmd_distill.compose import build_objective, describe, describe_vocabulary, moving_numbers, shared_vocabulary
 from spmd_distill.config import RunConfig
-from spmd_distill.data import Rows
+from spmd_distill.corpus import Corpus, load_corpus
 from spmd_distill.distributed import check_devices
 from spmd_distill.errors import UserError
 from spmd_distill.head import AbstractHead, FusedHead, ReferenceHead
-from spmd_distill.loading import Say, documents, tokenise
+from spmd_distill.loading import Say
 from spmd_distill.mappers import AbstractMapper, make_mapper
 from spmd_distill.optimizer import build_optimizer, build_schedule
 from spmd_distill.step import Distillation
@@ -82,14 +82,11 @@ def set_up(config: RunConfig, say: Say = lambda message: None, start: Path | Non
     return Setup(config, pair, run, build_optimizer(config.optimizer, schedule), schedule)
 
 
-def load_text(setup: Setup) -> tuple[Rows, Rows]:
-    """Training rows and held-out rows, tokenised and checked against the vocabulary."""
-    config, tokenizer = setup.config, setup.pair.tokenizer
-    training, aside = documents(config.data.train, config.data.heldout)
+def load_text(setup: Setup, say: Say = lambda message: None) -> Corpus:
+    """Training rows and held-out sets, tokenised (or found in the cache) and checked against the vocabulary."""
+    config = setup.config
     vocab = setup.run.objective.vocab_size or setup.pair.student.config.tokens
-    length, limit = config.data.length, config.data.max_train_tokens
-    train = tokenise(training, tokenizer, length, vocab, limit, "training")
-    return train, tokenise(aside, tokenizer, length, vocab, 2 * config.eval.rows * length, "held-out")
+    return load_corpus(config.data, setup.pair.tokenizer, vocab, config.eval.rows, say)
 
 
 def checked_mapper(config: RunConfig) -> AbstractMapper:

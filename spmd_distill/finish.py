@@ -84,7 +84,7 @@ def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: M
             "type": student.config.param_dtype,
         },
         data={
-            "training text": [Path(name).name for name in config.data.train],
+            "training text": [Path(source.path).name for source in config.data.sources],
             "tokens of a row": config.data.length,
             "rows of a step": config.data.rows * config.data.micro_batches,
             "steps": config.steps,

@@ -1,6 +1,7 @@
 """From names in a run file to models, tokenizers and text."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,18 @@ from typing import Any
 import jax
 
 from spmd_distill.assets import fetch_demo_assets
-from spmd_distill.data import Document, Rows, check_vocabulary, demo_documents, pack, read_documents, split_documents
+from spmd_distill.data import (
+    BadRecord,
+    Document,
+    Record,
+    Rows,
+    check_vocabulary,
+    demo_documents,
+    open_source,
+    pack,
+    read_documents,
+    split_documents,
+)
 from spmd_distill.errors import UserError
 from spmd_distill.interop import (
     CARD,
@@ -32,6 +44,9 @@ from spmd_distill.types import Params
 DEMO = "demo"
 """The name that stands for the demo's own teacher and text."""
 _DEMO_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+_RECORDS = 2000
+"""Of a source of records, so many are enough to measure a model on."""
 
 PARAM_DTYPES = ("float16", "bfloat16", "float32", "float64")
 """What parameters may be held in."""
@@ -174,9 +189,36 @@ def documents(
     """Training and held-out documents; without held-out text, a tenth of the training documents is set aside."""
     if list(train) == [DEMO]:
         training, aside = demo_documents(fetch_demo_assets(progress=say))
-        return training, read_documents(heldout) if heldout else aside
-    training = read_documents(list(train))
-    return (training, read_documents(list(heldout))) if heldout else split_documents(training, 0.1)
+        return training, _documents(heldout) if heldout else aside
+    training = _documents(train)
+    return (training, _documents(heldout)) if heldout else split_documents(training, 0.1)
+
+
+def is_text(path: str) -> bool:
+    """Whether a path is that of a text file, or of a folder with some, and not of records."""
+    found = Path(path)
+    return path.endswith(".txt") if not found.is_dir() else any(found.glob("*.txt"))
+
+
+def _documents(paths: Sequence[str]) -> list[Document]:
+    """The documents of text files; of other sources, up to `_RECORDS` records spread over each, as plain text."""
+    records = [path for path in paths if not is_text(path)]
+    texts = [path for path in paths if is_text(path)]
+    found = read_documents(texts) if texts else []
+    for source in map(open_source, records):
+        for index in range(0, len(source), max(len(source) // _RECORDS, 1)):
+            with suppress(BadRecord):
+                record = source[index]
+                found.append(Document(record.where, _text_of(record)))
+    return found
+
+
+def _text_of(record: Record) -> str:
+    """What is said in a record, without what a chat template puts around it."""
+    value = record.value
+    if isinstance(messages := value.get("messages"), list):
+        return "\n".join(str(m.get("content")) for m in messages if isinstance(m, dict))
+    return "".join(str(value[field]) for field in ("text", "prompt", "completion") if value.get(field) is not None)
 
 
 def tokenise(
@@ -187,18 +229,28 @@ def tokenise(
     With ``max_tokens``, about so many: an equal part from every source (the first part of a document's name), taken as
     passages spread over all its documents. Raises `UserError` where no row comes out of it.
     """
-    parts = [d.text for d in texts]
-    if max_tokens is not None:
-        sources = [d.name.split("/")[0] for d in texts]
-        characters = {s: sum(len(t) for t, other in zip(parts, sources, strict=True) if other == s) for s in sources}
-        wanted = 4 * max_tokens / max(len(characters), 1)  # English has some 4 characters a token
-        share = {s: min(1.0, wanted / max(n, 1)) for s, n in characters.items()}
-        parts = [_passages(t, max(int(len(t) * share[s]), 200)) for t, s in zip(parts, sources, strict=True)]
+    parts = [d.text for d in (texts if max_tokens is None else shortened(texts, max_tokens))]
     rows = pack(tokenizer.encode_batch(parts), length)
     if not len(rows) or not rows.valid_tokens:
         raise UserError(f"The {what} text ({len(texts)} documents) has no two tokens in a row: nothing to learn from.")
     check_vocabulary(rows, vocab_size)
     return rows
+
+
+def shortened(texts: Sequence[Document], max_tokens: int) -> list[Document]:
+    """Passages of documents with about ``max_tokens`` tokens in all: an equal part from every source (the first part of
+    a document's name), spread over all its documents.
+    """
+    sources = [d.name.split("/")[0] for d in texts]
+    characters = dict.fromkeys(sources, 0)
+    for document, source in zip(texts, sources, strict=True):
+        characters[source] += len(document.text)
+    wanted = 4 * max_tokens / max(len(characters), 1)  # English has some 4 characters a token
+    share = {source: min(1.0, wanted / max(count, 1)) for source, count in characters.items()}
+    return [
+        replace(d, text=_passages(d.text, max(int(len(d.text) * share[s]), 200)))
+        for d, s in zip(texts, sources, strict=True)
+    ]
 
 
 def _passages(text: str, size: int, pieces: int = 8) -> str:

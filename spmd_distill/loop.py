@@ -1,6 +1,7 @@
 """The loop: training steps with evaluations and checkpoints in between, on the one clock of optimizer steps."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 
 from spmd_distill.build import Setup
 from spmd_distill.checkpoint import Checkpoints
-from spmd_distill.data import Loader, Rows, eval_batches
+from spmd_distill.data import AbstractRows, Loader, Prefetch, eval_batches
 from spmd_distill.distributed import any_of, is_first, place
 from spmd_distill.errors import UserError
 from spmd_distill.guards import StopSignal
@@ -17,7 +18,7 @@ from spmd_distill.program import Compiled
 from spmd_distill.progress import TrainProgress
 from spmd_distill.runfolder import RunFolder
 from spmd_distill.state import abstract_state, create_state
-from spmd_distill.types import Metrics, Params, TrainState
+from spmd_distill.types import Batch, Metrics, Params, TrainState
 
 
 class Interrupted(KeyboardInterrupt):
@@ -48,12 +49,12 @@ class Loop:
         step: Compiled,
         teacher: Params,
         loader: Loader,
-        heldout: Rows,
+        heldout: Mapping[str, AbstractRows],
     ):
         config, run = setup.config, setup.run
         self.setup, self.config, self.folder, self.progress, self.teacher = setup, config, folder, progress, teacher
         self.loader = loader
-        self.heldout = eval_batches(heldout.spread(config.eval.rows), config.data.rows)
+        self.heldout = heldout_batches(setup, heldout)
         self.train_step, self.eval_step = step, run.eval_step()
         self.batch_shardings = run.mapper.shardings(run.batch_specs(1))
 
@@ -76,16 +77,17 @@ class Loop:
         self, state: TrainState, meta: dict[str, Any], first: int, writer: MetricWriter, checkpoints: Checkpoints
     ) -> Result:
         config, timed, tokens_timed = self.config, 0.0, 0
-        with StopSignal() as stop:
+        steps = Prefetch(self.loader.batch, first, config.steps, config.data.prefetch)
+        with StopSignal() as stop, steps as batches:
             for step in range(first + 1, config.steps + 1):
                 began = time.monotonic()
-                batch = place(self.loader.batch(step - 1), self.batch_shardings)
+                batch = place(batches.get(step - 1), self.batch_shardings)
                 state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
                 seconds = time.monotonic() - began
                 values = metric_values(metrics)
                 tokens = int(jax.device_get(metrics["loss"].count))
                 meta["tokens"] += tokens
-                values |= {**self.setup.scheduled(step - 1), "tokens": meta["tokens"]}
+                values |= {**self.setup.scheduled(step - 1), "tokens": meta["tokens"], "data_wait": batches.waited}
                 if step > first + 1:  # the first one warms up
                     timed, tokens_timed = timed + seconds, tokens_timed + tokens
                     values["tokens_per_second"] = tokens / seconds
@@ -110,8 +112,7 @@ class Loop:
 
     def evaluate(self, state: TrainState, writer: MetricWriter) -> dict[str, float]:
         """Metrics over the held-out rows, averaged over their valid tokens."""
-        run = self.setup.run
-        values = metric_values(run.evaluate(self.eval_step, state.params, self.teacher, self.heldout, state.step))
+        values = score(self.setup, self.eval_step, state.params, self.teacher, self.heldout, state.step)
         writer.write(int(state.step), values, "eval")
         return values
 
@@ -146,6 +147,27 @@ class Loop:
                 f"Step {step}: {bad[0]} is {values[bad[0]]}, so the run stops here; checkpoints of earlier steps are "
                 f"in {self.folder.checkpoints}. A lower optimizer.learning_rate or float32 compute usually mends it."
             )
+
+
+def heldout_batches(setup: Setup, heldout: Mapping[str, AbstractRows]) -> dict[str, list[Batch]]:
+    """The batches that an evaluation scores: ``eval.rows`` rows of every set, spread over it."""
+    config = setup.config
+    return {name: eval_batches(rows.spread(config.eval.rows), config.data.rows) for name, rows in heldout.items()}
+
+
+def score(
+    setup: Setup, step: Any, student: Params, teacher: Params, sets: Mapping[str, Sequence[Batch]], clock: Any
+) -> dict[str, float]:
+    """Metrics over all sets, averaged over their valid tokens; of several, also each one's own, as ``kl/NAME``."""
+    found = {name: setup.run.evaluate(step, student, teacher, batches, clock) for name, batches in sets.items()}
+    whole, *others = found.values()
+    for metrics in others:
+        whole = {key: whole[key] + metrics[key] for key in whole}
+    values = metric_values(whole)
+    if len(found) > 1:
+        for name, metrics in found.items():
+            values |= {f"{key}/{name}": value for key, value in metric_values(metrics).items()}
+    return values
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from spmd_distill.build import Setup, load_text, set_up
 from spmd_distill.checkpoint import Checkpoints
 from spmd_distill.config import RunConfig, parse_config
-from spmd_distill.data import eval_batches
 from spmd_distill.errors import UserError
 from spmd_distill.finish import describe_run
 from spmd_distill.loading import Say
-from spmd_distill.loop import metric_values
+from spmd_distill.loop import heldout_batches, score
 from spmd_distill.pretrained import save_pretrained
 from spmd_distill.runfolder import RunFolder
 from spmd_distill.state import abstract_state
@@ -81,12 +80,10 @@ def evaluate_model(path: str | Path, settings: Sequence[str], say: Say = lambda 
 
 def evaluate(setup: Setup, params: Params, step: int, teacher: Params | None = None) -> dict[str, float]:
     """Score parameters of the student of ``setup`` on its held-out text."""
-    config, run = setup.config, setup.run
-    _, heldout = load_text(setup)
+    heldout = load_text(setup).heldout
     if teacher is None:
-        teacher = setup.pair.load_teacher(run.mapper)
-    batches = eval_batches(heldout.spread(config.eval.rows), config.data.rows)
-    return metric_values(run.evaluate(run.eval_step(), params, teacher, batches, jnp.int32(step)))
+        teacher = setup.pair.load_teacher(setup.run.mapper)
+    return score(setup, setup.run.eval_step(), params, teacher, heldout_batches(setup, heldout), jnp.int32(step))
 
 
 def export_run(opened: OpenedRun, out: str | Path, dtype: str | None = None, overwrite: bool = False) -> Path:

@@ -140,7 +140,7 @@ def prune_start(
         return None
     if from_first(str((folder / "config.json").exists())) == "False":
         source = config.teacher.path if wanted.init == "teacher" else wanted.init
-        train, heldout = config.data.train, config.data.heldout
+        train, heldout = ([s.path for s in of] for of in (config.data.sources, config.data.heldout_sources))
         dtype = config.precision.student
         if source != config.teacher.path:
             shared_tokens(open_checkpoint(source, dtype, say), open_checkpoint(config.teacher.path, dtype, say))

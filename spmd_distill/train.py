@@ -41,12 +41,12 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
             with progress.stage("opening the teacher"):
                 setup = all_or_none(lambda: set_up(config, progress.note, start))
             with progress.stage("tokenising the text"):
-                train, heldout = all_or_none(lambda: load_text(setup))
-            check_same(
-                {"training text": train.fingerprint()}, "Give all hosts the same files, on a shared file system."
-            )
-            progress.note(setup.introduction(train.valid_tokens))
-            loader = Loader(train, config.data.rows, config.data.micro_batches, config.seed)
+                corpus = all_or_none(lambda: load_text(setup, progress.note))
+            same = "Give all hosts the same files, on a shared file system."
+            check_same({"training text": corpus.train.fingerprint()}, same)
+            progress.note("\n".join([*corpus.notes, setup.introduction(corpus.train.valid_tokens)]))
+            data, seed = config.data, config.seed if config.data.seed is None else config.data.seed
+            loader = Loader(corpus.train, data.rows, data.micro_batches, seed, data.shuffle)
             with progress.stage("compiling the training step"):
                 step = compile_train_step(setup.run, setup.tx, loader.batch(0))
             with progress.stage("placing the teacher's weights"):
@@ -58,7 +58,7 @@ def distil(config: RunConfig, *, resume: bool = False, console: Console | None =
         if not resume and is_first():
             folder.write_config(to_dict(config))
             folder.write_json("environment.json", environment())
-        loop = Loop(setup, folder, progress, step, teacher, loader, heldout)
+        loop = Loop(setup, folder, progress, step, teacher, loader, corpus.heldout)
         result = loop.run(resume)
         with progress.stage("continuing the prompts"):
             continued = samples(setup, teacher, result.state.params)

@@ -3,7 +3,7 @@
 This package does not import jax, so that the command can read a run file before jax starts.
 """
 
-from spmd_distill.config.data import DataConfig
+from spmd_distill.config.data import DataConfig, SourceConfig
 from spmd_distill.config.distributed import DistributedConfig
 from spmd_distill.config.models import HeadConfig, Order, PrecisionConfig, StudentConfig, TeacherConfig
 from spmd_distill.config.objective import ObjectiveConfig
@@ -23,6 +23,7 @@ __all__ = [
     "Order",
     "PrecisionConfig",
     "RunConfig",
+    "SourceConfig",
     "StudentConfig",
     "TeacherConfig",
     "parse_config",

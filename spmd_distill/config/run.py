@@ -38,7 +38,7 @@ class RunConfig:
     def __post_init__(self):
         """Check what no type can say."""
         for name in (
-            "steps", "data.length", "data.rows", "data.micro_batches", "eval.rows", "checkpoint.keep",
+            "steps", "eval.rows", "checkpoint.keep",
             "checkpoint.every", "eval.every", "eval.new_tokens",
         ):  # fmt: skip
             value: Any = self
@@ -46,6 +46,7 @@ class RunConfig:
                 value = getattr(value, part)
             if value < 1:
                 raise UserError(f"Run file: {name} is {value}; it must be at least 1.")
+        self.data.check()
         self.student.check()
         self.distributed.check()
         try:

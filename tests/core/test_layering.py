@@ -20,7 +20,7 @@ LAYERS = (
     ("data", "step"),
     ("program",),
     ("state", "checkpoint", "metrics", "progress", "runfolder", "guards", "generation", "loading", "testing"),
-    ("pretrained", "compose"),
+    ("pretrained", "compose", "corpus"),
     ("prune",),
     ("student",),
     ("build",),

@@ -31,7 +31,7 @@ QUIET = Console(quiet=True)
 
 def trace(folder: Path) -> list[tuple]:
     """What was trained and evaluated, without what a clock says."""
-    clocks = ("tokens_per_second",)
+    clocks = ("tokens_per_second", "data_wait")
     return [(m.step, m.split, {k: v for k, v in m.values.items() if k not in clocks}) for m in read_metrics(folder)]
 
 

@@ -69,6 +69,7 @@ def tiny_run(folder: Path, *flags: str) -> RunConfig:
             "--run", str(folder / "run"), "--steps", "6", "--mesh", "dp2_tp4",
             "--teacher.path", str(folder / "teacher"), "--student.layers", "[0,3]", "--student.dropout", "0.1",
             "--data.train", f"[{folder / 'text'}]", "--data.length", "16", "--data.micro_batches", "2",
+            "--data.cache", str(folder / "cache"),
             "--eval.rows", "8", "--eval.every", "3", "--eval.new_tokens", "4", "--eval.prompts", "[to be, or]",
             "--checkpoint.every", "2", "--optimizer.warmup_steps", "2",
             *flags,

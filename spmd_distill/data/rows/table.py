@@ -27,9 +27,6 @@ class TokenTable:
     """Of the four arrays, as 64 hexadecimal digits."""
     made_of: Mapping[str, Any] = field(default_factory=dict)
     """What the tokens came from, as plain values: fingerprints of text and tokenizer, the settings that mattered."""
-    skipped: tuple[str, ...] = ()
-    """Of the records that were left out, the first few, each with its reason."""
-    skipped_count: int = 0
 
     def __len__(self) -> int:
         """The number of examples."""
