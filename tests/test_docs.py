@@ -54,6 +54,7 @@ def test_code_on_the_page_runs(page, tmp_path, monkeypatch):
     """
     if page.name == "README.md":
         monkeypatch.setattr("spmd_distill.train.distil", lambda config: {"kl_before": 2.0, "kl_after": 1.0})
+    monkeypatch.setenv("SPMD_DISTILL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     if "teacher.gguf" in page.read_text():
