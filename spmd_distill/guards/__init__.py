@@ -1,5 +1,5 @@
 """What watches a run: it stops, repairs or warns, and says so."""
 
-from spmd_distill.guards.signals import StopSignal
+from spmd_distill.guards.signals import Interrupted, StopSignal, leave_at_second_interrupt
 
-__all__ = ["StopSignal"]
+__all__ = ["Interrupted", "StopSignal", "leave_at_second_interrupt"]

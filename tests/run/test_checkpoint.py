@@ -14,8 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmd_distill import checkpoint
-from spmd_distill.checkpoint import Checkpoints
+from spmd_distill.checkpoint import Checkpoints, Mark, manifest
 from spmd_distill.errors import UserError
 from spmd_distill.types import TrainState
 
@@ -248,7 +247,7 @@ def save_and_die(folder, moment):
     checkpoints.save(1, state_at(1), {"tokens": 100})
     checkpoints.wait()
     if moment == "when all the data is written":
-        checkpoint._write_manifest = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        manifest.write_manifest = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     checkpoints.save(2, state_at(2), {})
     if moment == "as soon as save returns":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -314,7 +313,7 @@ def test_a_manifest_that_cannot_be_written_fails_the_save(tmp_path, monkeypatch)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state_at(1), {})
     checkpoints.wait()
-    monkeypatch.setattr("spmd_distill.checkpoint._write_manifest", full)
+    monkeypatch.setattr("spmd_distill.checkpoint.manifest.write_manifest", full)
     checkpoints.save(2, state_at(2), {})
     with pytest.raises(UserError, match=r"No space left on device \(finished steps \[1\] are intact\)"):
         checkpoints.wait()

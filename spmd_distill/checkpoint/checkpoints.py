@@ -11,32 +11,34 @@ folders, which the next run removes. A folder of a step without a manifest (a ha
 that another program wrote) is not a finished step: it is never restored here, and the log says so.
 """
 
-import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from spmd_distill.checkpoint import manifest
+from spmd_distill.checkpoint.fitting import cannot_write, check_fit, gone, is_of_the_disk
+from spmd_distill.checkpoint.keeping import Keeping, Mark
+from spmd_distill.checkpoint.reading import TEMPORARY, finished_steps, leftovers, read_mark, steps_there
 from spmd_distill.errors import UserError
 
-__all__ = ["Checkpoints"]
+_log = logging.getLogger("spmd_distill.checkpoint")
 
-_log = logging.getLogger(__name__)
 
-_MANIFEST = "manifest.json"
-_TEMPORARY = ".orbax-checkpoint-tmp"
-_STAMPED_AT_COMMIT = ("_CHECKPOINT_METADATA", "commit_success.txt")
-"""Files at the top of a step that orbax touches after the manifest; neither holds a value of the state."""
-_HASH_THREADS = 8
+class _Saving(NamedTuple):
+    """The save in progress, and what the run goes back to if it fails."""
+
+    step: int
+    mark: Mark | None
+    base: int | None
+    best: int | None
 
 
 class Checkpoints:
@@ -55,6 +57,8 @@ class Checkpoints:
         keep: int | None = 3,
         async_: bool = True,
         *,
+        keep_every: int | None = None,
+        best: str | None = None,
         read_only: bool = False,
     ):
         """Open ``folder``, make it where needed, and remove what a killed save left in it.
@@ -62,6 +66,8 @@ class Checkpoints:
         Args:
             folder: a folder on a mounted file system.
             keep: how many of the newest steps stay; older ones go once a newer one is committed. None: all.
+            keep_every: steps that this number divides stay for good.
+            best: the metric of the marks that count: the newest step with one (see `save`) stays too.
             async_: `save` returns once the state is copied to the host. False: once the step is committed.
             read_only: change nothing in the folder; `save` is then a mistake of the caller.
 
@@ -79,19 +85,21 @@ class Checkpoints:
         """The step that `restore` returned last."""
         self._async = async_
         self._read_only = read_only
+        self._metric, self._keeping = best, Keeping(keep, keep_every)
         self._base: int | None = None
-        self._saving: tuple[int, int | None] | None = None
+        self._saving: _Saving | None = None
         if read_only and not self.folder.is_dir():
             raise UserError(f"checkpoint folder {self.folder}: no such folder; check --run")
         if not read_only and jax.process_index() == 0:
             self._prepare()
         options = ocp.CheckpointManagerOptions(
             create=not read_only,
-            preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+            preservation_policy=self._keeping,
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._finalise),
         )
         handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        self._keeping.best = self._best_until(None)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -101,13 +109,18 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Finished steps, oldest first: committed and with a manifest, which is not verified here."""
-        return [step for step in self._on_disk() if (self.folder / str(step) / _MANIFEST).is_file()]
+        return finished_steps(self.folder)
 
     def latest(self) -> int | None:
         """The newest finished step, or None. `restore` may choose an older one where this one is damaged."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
+    @property
+    def best(self) -> int | None:
+        """The best finished step: the newest that was saved with a mark of the run's metric; None: there is none."""
+        return self._keeping.best
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any], mark: Mark | None = None) -> None:
         """Save a step; a save that is still being written is waited for first.
 
         Does nothing where the run stands at ``step`` already: that very step was just saved or restored.
@@ -116,6 +129,7 @@ class Checkpoints:
             step: optimizer steps done.
             state: pytree of jax arrays. On return it is copied to the host, so it may be donated.
             meta: whatever else a resume needs, as JSON. It is copied too.
+            mark: given where this state is the best so far: it stays until a later one is saved with a mark.
 
         Raises:
             UserError: this save, or the one before it, failed for want of space, rights or the like. The
@@ -125,11 +139,15 @@ class Checkpoints:
         self.wait()
         if step == self._base:
             return
+        if jax.process_index() == 0 and not self.folder.is_dir():
+            raise gone(self.folder)  # orbax would make it anew, without the rest of the run
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             meta=ocp.args.JsonSave(json.loads(json.dumps(dict(meta)))),  # orbax encodes it later, in its thread
         )
-        self._saving = (step, self._base)
+        self._saving = _Saving(step, mark, self._base, self._keeping.best)
+        if mark is not None:
+            self._keeping.best = step
         limit = step if self._base is None else min(step, self._base + 1)
         try:
             for other in [s for s in self._manager.all_steps() if s >= limit]:
@@ -140,6 +158,12 @@ class Checkpoints:
             self._give_up(error)
         self._base = step
         if not self._async:
+            self.wait()
+
+    def check(self) -> None:
+        """Raise as `wait` does if the save in the background has failed by now; does not wait for it."""
+        # one process alone must not enter what all of them have to
+        if self._saving is not None and jax.process_count() == 1 and not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
@@ -167,7 +191,7 @@ class Checkpoints:
         Returns:
             None for a good step, else what is wrong with it, in words; also kept in `bad`.
         """
-        reason = _verify(self.folder / str(step))
+        reason = manifest.verify_step(self.folder / str(step))
         if reason is None:
             self.bad.pop(step, None)
         else:
@@ -193,12 +217,35 @@ class Checkpoints:
         chosen = _same_everywhere(chosen)
         if chosen < 0:
             raise UserError(complaint or f"checkpoints in {self.folder}: none to restore; see process 0")
-        self._compare(chosen, like)
+        found = self._read(chosen, like)
+        self.restored = self._base = chosen
+        self._keeping.best = self._best_until(chosen)
+        return found
+
+    def read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """Read a finished step as `restore` does, while the run stays where it is; raises as `restore`."""
+        self.wait()
+        reason = self.verify(step) if jax.process_index() == 0 else None
+        if _same_everywhere(int(reason is not None)):
+            raise UserError(f"checkpoint {self.folder / str(step)}: {reason or 'is damaged; see process 0'}")
+        return self._read(step, like)
+
+    def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        check_fit(self.folder / str(step), self._manager.item_metadata(step)["state"].tree, like)
         target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(target), meta=ocp.args.JsonRestore())
-        found = self._manager.restore(chosen, args=items)
-        self.restored = self._base = chosen
+        found = self._manager.restore(step, args=items)
         return found["state"], found["meta"]
+
+    def _best_until(self, limit: int | None) -> int | None:
+        """The newest finished step, up to ``limit``, with a mark of the run's metric, on every process."""
+        found = -1
+        if jax.process_index() == 0 and self._metric is not None:
+            for step in self.steps():
+                mark = read_mark(self.folder, step)
+                if mark is not None and mark.metric == self._metric and (limit is None or step <= limit):
+                    found = step
+        return None if (same := _same_everywhere(found)) < 0 else same
 
     def _prepare(self) -> None:
         """Make the folder, prove that it can be written, and clear the leftovers of killed saves."""
@@ -207,40 +254,36 @@ class Checkpoints:
             probe = self.folder / f".probe-{os.getpid()}"
             probe.write_bytes(b"probe")
             probe.unlink()
-            for leftover in [path for path in self.folder.iterdir() if _TEMPORARY in path.name]:
+            for leftover in leftovers(self.folder):
                 _log.info("removing %s, left by a save that was killed", leftover)
                 shutil.rmtree(leftover)
         except OSError as error:
-            raise _cannot_write(self.folder, error) from error
+            raise cannot_write(self.folder, error) from error
 
     def _finalise(self) -> None:
         """Called by orbax on process 0, in its saving thread: the data is complete, the rename comes next."""
         assert self._saving is not None
-        (temporary,) = self.folder.glob(f"{self._saving[0]}{_TEMPORARY}*")
-        _write_manifest(temporary)
+        (temporary,) = self.folder.glob(f"{self._saving.step}{TEMPORARY}*")
+        if self._saving.mark is not None:
+            self._saving.mark.write(temporary)
+        manifest.write_manifest(temporary)
 
     def _give_up(self, error: Exception) -> None:
         """After a failed save: forget the step, clear its leftover, and say whose mistake it was."""
         if self._saving is not None:
-            step, self._base = self._saving
+            step, self._base, self._keeping.best = self._saving.step, self._saving.base, self._saving.best
             self._saving = None
             if jax.process_index() == 0:
-                for leftover in self.folder.glob(f"{step}{_TEMPORARY}*"):
+                for leftover in self.folder.glob(f"{step}{TEMPORARY}*"):
                     shutil.rmtree(leftover, ignore_errors=True)
             self._manager.reload()  # orbax has already struck out the old steps that it did not delete
-        if isinstance(error, OSError) or "os_error_code" in str(error):
-            raise _cannot_write(self.folder, error, kept=self.steps()) from error
+        if is_of_the_disk(error):
+            raise cannot_write(self.folder, error, kept=self.steps()) from error
         raise error
-
-    def _on_disk(self) -> list[int]:
-        try:
-            return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdecimal() and p.is_dir())
-        except FileNotFoundError:
-            return []
 
     def _choose(self, step: int | None) -> tuple[int, str]:
         """The step to restore, or -1 and the complaint."""
-        there = self._on_disk()
+        there = steps_there(self.folder)
         if step is not None:
             if step not in there:
                 return -1, f"checkpoint {step}: not in {self.folder}; it holds steps {there or 'none'}"
@@ -256,29 +299,6 @@ class Checkpoints:
         found = "; ".join(f"{s}: {self.bad[s]}" for s in reversed(there)) or "the folder holds no step"
         return -1, f"checkpoints in {self.folder}: expected a good step to restore, found none ({found})"
 
-    def _compare(self, step: int, like: Any) -> None:
-        """Refuse to restore arrays that are not those of ``like``: orbax would cast, or fail obscurely."""
-        saved, expected = _describe(self._manager.item_metadata(step)["state"].tree), _describe(like)
-        differing = [
-            f"{name}: found {saved.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}"
-            for name in sorted(saved.keys() | expected.keys())
-            if saved.get(name) != expected.get(name)
-        ]
-        if differing:
-            more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
-            shown = "; ".join(differing[:5])
-            raise UserError(
-                f"checkpoint {self.folder / str(step)} does not fit this run: {shown}{more}. "
-                "Use the model, dtype and optimizer settings it was saved with, or start a new run"
-            )
-
-
-def _describe(tree: Any) -> dict[str, str]:
-    """Every array of a tree, or of orbax's description of one: ``{"params.layers.w": "float32 [8, 16]"}``."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-    return {n: f"{np.dtype(x.dtype).name} {list(x.shape)}" for n, (_, x) in zip(names, leaves, strict=True)}
-
 
 def _same_everywhere(value: int) -> int:
     """Process 0's value, on every process."""
@@ -287,57 +307,3 @@ def _same_everywhere(value: int) -> int:
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
-
-
-def _cannot_write(folder: Path, error: Exception, kept: list[int] | None = None) -> UserError:
-    inside = re.search(r"os_error_code='(\d+)'", str(error))  # how tensorstore spells an OSError
-    number = int(inside[1]) if inside else getattr(error, "errno", None)
-    cause = os.strerror(number) if number else str(error)
-    intact = "" if kept is None else f" (finished steps {kept or 'none'} are intact)"
-    fix = "free some space, or take another folder (--run)"
-    return UserError(f"checkpoint folder {folder}: cannot write: {cause}{intact}; {fix}")
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _hash_all(paths: list[Path]) -> list[str]:
-    with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="checkpoint-hash") as pool:
-        return list(pool.map(_hash, paths))
-
-
-def _write_manifest(folder: Path) -> None:
-    """Hash every file below ``folder`` and write the manifest, flushed to the disk."""
-    skip = {folder / name for name in _STAMPED_AT_COMMIT}
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path not in skip)
-    files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(paths, _hash_all(paths), strict=True)
-    }
-    with (folder / _MANIFEST).open("w") as file:
-        json.dump({"format": 1, "files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _verify(folder: Path) -> str | None:
-    """What is wrong with a step's folder, or None."""
-    try:
-        files = json.loads((folder / _MANIFEST).read_text())["files"]
-        for name, expected in files.items():
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-            if (size := (folder / name).stat().st_size) != expected["bytes"]:
-                return f"{name} has {size} bytes, expected {expected['bytes']}"
-        for name, digest in zip(files, _hash_all([folder / name for name in files]), strict=True):
-            if digest != files[name]["sha256"]:
-                return f"{name} is not what was saved (its sha256 differs)"
-    except FileNotFoundError:
-        return f"it has no {_MANIFEST}, so it was never finished"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {_MANIFEST} cannot be read ({error})"
-    except OSError as error:
-        return f"it cannot be read ({error.strerror or error})"
-    return None
