@@ -1,12 +1,13 @@
 """The folder of one run: what lies where in it, and how it is begun, found again and written to."""
 
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ class RunFolder:
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             names = sorted(entry.name for entry in run.path.iterdir())
+            for name in [name for name in names if name.startswith((".config.yaml.", ".probe-"))]:
+                (run.path / name).unlink()  # of a start that was killed at once
+                names.remove(name)
             if not names:
                 probe = run.path / f".probe-{os.getpid()}"
                 probe.write_bytes(b"probe")
@@ -76,10 +80,44 @@ class RunFolder:
             raise UserError(f"run folder {run.path}: expected a new or an empty folder, found {shown}; {fix}")
         return run
 
-    def discard_if_empty(self) -> None:
-        """Take the folder of a run that never began away again; one that holds anything stays."""
+    def discard_if_nothing_done(self) -> bool:
+        """Take the folder of a run that did nothing yet away again. False where there is more in it than settings."""
+        started = ("config.yaml", "environment.json")
         with contextlib.suppress(OSError):
+            if {entry.name for entry in self.path.iterdir()} - {*started, "checkpoints"}:
+                return False
+            if self.checkpoints.exists():
+                self.checkpoints.rmdir()
+            for name in started:
+                (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
+        return not self.path.exists()
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder, so that no other process on this machine trains in it; a kill lets go of it.
+
+        Where the file system has no locks (some network ones), nothing is held.
+
+        Raises:
+            UserError: another process holds it.
+        """
+        try:
+            handle = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            fix = "wait for it, stop it, or take --run OTHER"
+            raise UserError(f"run folder {self.path}: another process is training in it; {fix}") from None
+        except OSError:
+            pass  # no locks here
+        try:
+            yield
+        finally:
+            os.close(handle)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "RunFolder":
@@ -151,6 +189,15 @@ class RunFolder:
             UserError: the file cannot be written.
         """
         self._replace(name, json.dumps(_plain(value, null_for_nan=True), indent=2, ensure_ascii=False) + "\n")
+
+    def append_json(self, name: str, value: Any) -> None:
+        """Add a line to a file of JSON lines; raises as `write_json`."""
+        line = json.dumps(_plain(value, null_for_nan=True), ensure_ascii=False) + "\n"
+        try:
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise _cannot_write(self.path / name, error) from error
 
     def _replace(self, name: str, text: str) -> None:
         target, draft = self.path / name, self.path / f".{name}.{os.getpid()}.tmp"

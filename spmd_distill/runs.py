@@ -14,9 +14,9 @@ from spmd_distill.config import RunConfig, parse_config
 from spmd_distill.errors import UserError
 from spmd_distill.finish import describe_run
 from spmd_distill.loading import Say
-from spmd_distill.loop import heldout_batches, score
 from spmd_distill.pretrained import save_pretrained
 from spmd_distill.runfolder import RunFolder
+from spmd_distill.scoring import heldout_batches, score
 from spmd_distill.state import abstract_state
 from spmd_distill.types import Params
 

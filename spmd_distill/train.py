@@ -1,82 +1,95 @@
 """A whole run: from a run file to a folder with a trained student in it."""
 
+import contextlib
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
 
 from spmd_distill.build import Setup, load_text, prepare, set_up
-from spmd_distill.config import DistributedConfig, RunConfig, to_dict
+from spmd_distill.config import DistributedConfig, RunConfig
 from spmd_distill.data import Loader
 from spmd_distill.distributed import all_or_none, check_alike, check_same, is_first, join
 from spmd_distill.finish import export_student, samples, summarise
 from spmd_distill.loop import Loop, Result
 from spmd_distill.metrics import plot_curves, results_table
 from spmd_distill.progress import TrainProgress
+from spmd_distill.resuming import Session, changes_table, resumable
 from spmd_distill.runfolder import RunFolder, environment
 from spmd_distill.state import compile_train_step
 
 
-def distil(config: RunConfig, *, resume: bool = False, console: Console | None = None) -> dict[str, Any]:
+def distil(
+    config: RunConfig,
+    *,
+    resume: bool | Literal["auto"] = False,
+    allow_changes: bool = False,
+    console: Console | None = None,
+) -> dict[str, Any]:
     """Run a whole distillation; return what ``summary.json`` holds.
 
     ``resume`` goes on from the newest good checkpoint of ``config.run``, on the mesh and mapper of ``config``: bit for
-    bit on the same mesh, to float32 rounding on another. Raises `UserError` for whatever the user can mend, and
-    `Interrupted` after Ctrl-C, with a checkpoint saved.
+    bit on the same mesh, to float32 rounding on another; ``"auto"`` does so where there is a run, and else starts one.
+    Settings that would make it another training are refused unless ``allow_changes``.
+
+    Raises `UserError` for whatever the user can mend, and `Interrupted` after SIGINT, SIGTERM or a preemption notice,
+    with all of the run saved.
     """
     began = time.monotonic()
     console = console or Console(stderr=True)
     join(config.distributed)
     config = replace(config, distributed=DistributedConfig())  # where it runs is no setting of what is run
     check_alike(repr(config))
-    look = RunFolder.open if resume else RunFolder.create
-    folder = all_or_none(lambda: look(config.run), first_only=True) or RunFolder(config.run)
+    session = Session.begin(config, resume, allow_changes)
+    folder, stop = session.folder, session.stop
     if not is_first():
         console = Console(quiet=True)
-    with TrainProgress(config.steps, console, enabled=is_first()) as progress:
-        try:
-            start = prepare(config, folder.path / "start", progress.stage, progress.note)
-            with progress.stage("opening the teacher"):
-                setup = all_or_none(lambda: set_up(config, progress.note, start))
-            with progress.stage("tokenising the text"):
-                corpus = all_or_none(lambda: load_text(setup, progress.note))
-            same = "Give all hosts the same files, on a shared file system."
-            check_same({"training text": corpus.train.fingerprint()}, same)
-            progress.note("\n".join([*corpus.notes, setup.introduction(corpus.train.valid_tokens)]))
-            data, seed = config.data, config.seed if config.data.seed is None else config.data.seed
-            loader = Loader(corpus.train, data.rows, data.micro_batches, seed, data.shuffle)
-            with progress.stage("compiling the training step"):
-                step = compile_train_step(setup.run, setup.tx, loader.batch(0))
-            with progress.stage("placing the teacher's weights"):
-                teacher = setup.pair.load_teacher(setup.run.mapper)
-        except BaseException:
-            if not resume and is_first():
-                folder.discard_if_empty()
-            raise
-        if not resume and is_first():
-            folder.write_config(to_dict(config))
+    progress = TrainProgress(config.steps, console, enabled=is_first())
+    with contextlib.ExitStack() as held, resumable(folder, fresh=not session.resume), stop, progress:
+        all_or_none(lambda: held.enter_context(folder.lock()), first_only=True)
+        if session.changes:
+            console.print(changes_table(session.changes))
+        session.check()
+        start = prepare(config, folder.path / "start", progress.stage, progress.note)
+        with progress.stage("opening the teacher"):
+            setup = all_or_none(lambda: set_up(config, progress.note, start))
+        with progress.stage("tokenising the text"):
+            corpus = all_or_none(lambda: load_text(setup, progress.note))
+        same = "Give all hosts the same files, on a shared file system."
+        check_same({"training text": corpus.train.fingerprint()}, same)
+        progress.note("\n".join([*corpus.notes, setup.introduction(corpus.train.valid_tokens)]))
+        if is_first():
             folder.write_json("environment.json", environment())
-        loop = Loop(setup, folder, progress, step, teacher, loader, corpus.heldout)
-        result = loop.run(resume)
+        data, seed = config.data, config.seed if config.data.seed is None else config.data.seed
+        loader = Loader(corpus.train, data.rows, data.micro_batches, seed, data.shuffle)
+        with progress.stage("compiling the training step"):
+            step = compile_train_step(setup.run, setup.tx, loader.batch(0))
+        with progress.stage("placing the teacher's weights"):
+            teacher = setup.pair.load_teacher(setup.run.mapper)
+        stop.check()
+        result = Loop(setup, progress, step, teacher, loader, corpus.heldout, session).run()
+        stop.check()
         with progress.stage("continuing the prompts"):
             continued = samples(setup, teacher, result.state.params)
+        stop.check()
         with progress.stage("exporting the student"):
             export_student(setup, result.state.params, folder, result.before, result.after)
-    summary = summarise(
-        setup,
-        result.before,
-        result.after,
-        config.steps,
-        result.tokens,
-        time.monotonic() - began,
-        result.tokens_per_second,
-    )
-    if is_first():
-        folder.write_json("samples.json", continued)
-        plot_curves(folder.path)
-        folder.write_json("summary.json", summary)
+        summary = summarise(
+            setup,
+            result.before,
+            result.after,
+            config.steps,
+            result.tokens,
+            time.monotonic() - began,
+            result.tokens_per_second,
+        )
+        summary["exported_step"] = int(result.state.step)
+        if is_first():
+            folder.write_json("samples.json", continued)
+            plot_curves(folder.path)
+            folder.write_json("summary.json", summary)
     _show(console, setup, folder, result, continued, summary)
     return summary
 

@@ -4,6 +4,7 @@
 """
 
 from spmd_distill.checkpoint.checkpoints import Checkpoints
+from spmd_distill.checkpoint.fitting import is_of_the_disk
 from spmd_distill.checkpoint.keeping import Mark
 from spmd_distill.checkpoint.manifest import verify_step
 from spmd_distill.checkpoint.reading import finished_steps, leftovers, read_mark, read_meta, steps_there
@@ -12,6 +13,7 @@ __all__ = [
     "Checkpoints",
     "Mark",
     "finished_steps",
+    "is_of_the_disk",
     "leftovers",
     "read_mark",
     "read_meta",

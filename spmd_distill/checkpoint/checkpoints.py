@@ -123,7 +123,7 @@ class Checkpoints:
     def save(self, step: int, state: Any, meta: Mapping[str, Any], mark: Mark | None = None) -> None:
         """Save a step; a save that is still being written is waited for first.
 
-        Does nothing where the run stands at ``step`` already: that very step was just saved or restored.
+        Only sets the mark where the run stands at ``step`` already: that very step was just saved or restored.
 
         Args:
             step: optimizer steps done.
@@ -138,6 +138,7 @@ class Checkpoints:
         assert not self._read_only, "save on checkpoints opened read-only"
         self.wait()
         if step == self._base:
+            self._mark_again(step, mark)
             return
         if jax.process_index() == 0 and not self.folder.is_dir():
             raise gone(self.folder)  # orbax would make it anew, without the rest of the run
@@ -159,6 +160,15 @@ class Checkpoints:
         self._base = step
         if not self._async:
             self.wait()
+
+    def _mark_again(self, step: int, mark: Mark | None) -> None:
+        if mark is not None:
+            try:
+                if jax.process_index() == 0:
+                    mark.write(self.folder / str(step))
+            except OSError as error:
+                raise cannot_write(self.folder, error, kept=self.steps()) from error
+            self._keeping.best = step
 
     def check(self) -> None:
         """Raise as `wait` does if the save in the background has failed by now; does not wait for it."""

@@ -1,6 +1,8 @@
 """Which steps stay: the newest few, every so many for good, and the best one."""
 
 import json
+import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,15 +12,27 @@ MARK = "best.json"
 is the newest one with a mark, wherever the run was killed."""
 
 
+HIGHER_IS_BETTER = ("top1", "acceptance")
+"""Metrics of held-out text of which more is better; of all others, less."""
+
+
 class Mark(NamedTuple):
     """Why a step is the best so far."""
 
     metric: str
     value: float
 
+    def beats(self, other: "Mark | None") -> bool:
+        """Whether this is strictly better than the other, by the same metric; NaN is not, and anything beats None."""
+        if math.isnan(self.value) or other is None or other.metric != self.metric:
+            return not math.isnan(self.value)
+        return self.value > other.value if self.metric in HIGHER_IS_BETTER else self.value < other.value
+
     def write(self, folder: Path) -> None:
         """Put the mark into a step's folder."""
-        (folder / MARK).write_text(json.dumps(self._asdict()) + "\n")
+        draft = folder / f".{MARK}.tmp"
+        draft.write_text(json.dumps(self._asdict()) + "\n")
+        os.replace(draft, folder / MARK)
 
 
 class Keeping:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from spmd_distill.cli import demo, eval, export, init, launch, prune, report, train, verify
+from spmd_distill.config import setting_names
 from spmd_distill.errors import UserError
 from spmd_distill.launcher import MISTAKE, USER_MISTAKE
 
@@ -20,9 +21,12 @@ SUBCOMMANDS = (demo, init, train, launch, eval, report, export, prune, verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0 done, 1 a proof failed, 2 a mistake of the user's, 130 interrupted."""
+    """Run the command; return its exit code.
+
+    0 done, or stopped by a signal with all of it saved; 1 a proof failed; 2 a mistake of the user's; 130 interrupted.
+    """
     parser = build_parser()
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(join_settings(sys.argv[1:] if arguments is None else arguments))
     if rest and not getattr(options, "takes_settings", False):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax prints tracebacks of what we report in a sentence
@@ -33,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _leave(USER_MISTAKE)
     except KeyboardInterrupt as stop:
         print(f"\nspmd-distill: {stop or 'interrupted'}", file=sys.stderr)
-        return 130 if str(stop) else _leave(130)
+        return getattr(stop, "code", 130) if str(stop) else _leave(130)
     except Exception:
         if not _in_group():
             raise
@@ -53,6 +57,19 @@ def _leave(code: int) -> int:
 def _in_group() -> bool:
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
+
+
+def join_settings(arguments: Sequence[str]) -> list[str]:
+    """``--mesh dp8`` as ``--mesh=dp8`` for subcommands that know no setting, and would take dp8 for a file."""
+    if not arguments or arguments[0] not in ("train", "eval", "export", "init"):
+        return list(arguments)
+    names, joined, rest = tuple(setting_names()), [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name = word.removeprefix("--").rstrip("+")
+        setting = word.startswith("--") and (name in names or name.startswith(tuple(f"{n}." for n in names)))
+        joined.append(f"{word}={rest.pop(0)}" if setting and rest and "=" not in word else word)
+    return joined
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """What several subcommands share."""
 
 from pathlib import Path
+from typing import Literal
 
 from spmd_distill.config import RunConfig
 from spmd_distill.errors import UserError
@@ -8,15 +9,18 @@ from spmd_distill.launcher import end_with_launcher
 from spmd_distill.runtime import devices_of, prepare_jax
 
 MAPPER_NAMES = ("shard_map", "vmap", "pmap")
+STOPPING = "Stopping as soon as all is saved; Ctrl-C leaves at once."
 
 
-def run(config: RunConfig, resume: bool) -> int:
+def run(config: RunConfig, resume: bool | Literal["auto"], allow_changes: bool = False) -> int:
     """Start jax and do a run."""
     prepare_jax(devices_of(config.mesh))
     end_with_launcher()
+    from spmd_distill.guards import leave_at_second_interrupt
     from spmd_distill.train import distil
 
-    distil(config, resume=resume)
+    with leave_at_second_interrupt(STOPPING):
+        distil(config, resume=resume, allow_changes=allow_changes)
     return 0
 
 

@@ -49,6 +49,7 @@ class RunConfig:
         self.data.check()
         self.student.check()
         self.distributed.check()
+        self.checkpoint.check()
         try:
             check_objective(self.objective)
         except UserError as error:

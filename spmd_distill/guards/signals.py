@@ -42,11 +42,12 @@ class StopSignal:
         """The name of the signal that came, if one did."""
         self._number = signal.SIGINT
         self._held = False
-        self._agreed = False
+        self._alone, self._agreed = True, False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignal":
         self._agreed = jax.distributed.is_initialized() and bool(jax.config.read("jax_enable_preemption_service"))
+        self._alone = jax.process_count() == 1 and not self._agreed
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT,) if self._agreed else (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._remember)
@@ -78,7 +79,7 @@ class StopSignal:
 
     def check(self) -> None:
         """Raise `Interrupted` where a signal has come and none is held. In a run of several processes do nothing."""
-        if self.requested is not None and not self._held and jax.process_count() == 1:
+        if self.requested is not None and not self._held and self._alone:
             raise self.interrupted()
 
     def reached(self, step: int) -> bool:
@@ -108,8 +109,8 @@ class StopSignal:
 def leave_at_second_interrupt(said: str = "") -> Iterator[None]:
     """For a command: a SIGINT after a first signal ends the process at once, with exit code 130.
 
-    Python's own handlers wait while C code runs, and compiling is minutes of it; here a thread reads the signals as they
-    come. It prints ``said`` after the first one. Only in the main thread; elsewhere it does nothing.
+    Python's own handlers wait while C code runs, and compiling is minutes of it; here a thread reads the signals as
+    they come. It prints ``said`` after the first one. Only in the main thread; elsewhere it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

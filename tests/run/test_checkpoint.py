@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmd_distill.checkpoint import Checkpoints, Mark, manifest
+from spmd_distill.checkpoint import Checkpoints, manifest
 from spmd_distill.errors import UserError
 from spmd_distill.types import TrainState
 

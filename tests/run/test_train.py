@@ -18,8 +18,9 @@ from tiny import tiny_run, train_until_first_checkpoint
 from spmd_distill.cli import main
 from spmd_distill.config import parse_config, to_dict
 from spmd_distill.errors import UserError
+from spmd_distill.guards import Interrupted
 from spmd_distill.interop import open_huggingface, tokenizer_from_folder
-from spmd_distill.loop import Interrupted, Loop
+from spmd_distill.loop import Loop
 from spmd_distill.metrics import read_metrics
 from spmd_distill.train import distil
 

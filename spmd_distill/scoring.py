@@ -1,0 +1,39 @@
+"""Held-out results: what is scored, and the numbers that come of it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from spmd_distill.build import Setup
+from spmd_distill.data import AbstractRows, eval_batches
+from spmd_distill.metrics import perplexity
+from spmd_distill.types import Batch, Metrics, Params
+
+
+def heldout_batches(setup: Setup, heldout: Mapping[str, AbstractRows]) -> dict[str, list[Batch]]:
+    """The batches that an evaluation scores: ``eval.rows`` rows of every set, spread over it."""
+    config = setup.config
+    return {name: eval_batches(rows.spread(config.eval.rows), config.data.rows) for name, rows in heldout.items()}
+
+
+def score(
+    setup: Setup, step: Any, student: Params, teacher: Params, sets: Mapping[str, Sequence[Batch]], clock: Any
+) -> dict[str, float]:
+    """Metrics over all sets, averaged over their valid tokens; of several, also each one's own, as ``kl/NAME``."""
+    found = {name: setup.run.evaluate(step, student, teacher, batches, clock) for name, batches in sets.items()}
+    whole, *others = found.values()
+    for metrics in others:
+        whole = {key: whole[key] + metrics[key] for key in whole}
+    values = metric_values(whole)
+    if len(found) > 1:
+        for name, metrics in found.items():
+            values |= {f"{key}/{name}": value for key, value in metric_values(metrics).items()}
+    return values
+
+
+def metric_values(metrics: Metrics) -> dict[str, float]:
+    """Averages on the host by the names of ``metrics.jsonl``, perplexities among them."""
+    values = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
+    named = {name: values[f"ce_{name}"] for name in ("student", "teacher") if f"ce_{name}" in values}
+    return values | {f"perplexity_{name}": perplexity(value) for name, value in named.items()}
