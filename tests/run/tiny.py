@@ -91,8 +91,8 @@ def train_until_first_checkpoint(config: RunConfig) -> None:
 
     saves = Checkpoints.save
 
-    def save_once(self, step, state, meta):
-        saves(self, step, state, meta)
+    def save_once(self, step, state, meta, mark=None):
+        saves(self, step, state, meta, mark)
         self.wait()
         raise Cut
 
