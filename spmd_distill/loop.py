@@ -7,16 +7,13 @@ from typing import Any
 
 import jax
 
-from spmd_distill.build import Setup
 from spmd_distill.checkpoint import Mark
-from spmd_distill.data import AbstractRows, Loader, Prefetch
+from spmd_distill.data import AbstractRows, Prefetch
 from spmd_distill.distributed import any_of, is_first, place
 from spmd_distill.errors import UserError
 from spmd_distill.guards import Interrupted
 from spmd_distill.metrics import MetricWriter
 from spmd_distill.program import Compiled
-from spmd_distill.progress import TrainProgress
-from spmd_distill.resuming import Session
 from spmd_distill.saving import Saver
 from spmd_distill.scoring import heldout_batches, metric_values, score
 from spmd_distill.state import create_state
@@ -39,22 +36,13 @@ class Result:
 class Loop:
     """Training steps with evaluations and checkpoints in between, on the one clock of optimizer steps."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        progress: TrainProgress,
-        step: Compiled,
-        teacher: Params,
-        loader: Loader,
-        heldout: Mapping[str, AbstractRows],
-        session: Session,
-    ):
-        config, run = setup.config, setup.run
-        self.setup, self.config, self.progress, self.teacher = setup, config, progress, teacher
-        self.loader, self.session, self.folder, self.stop = loader, session, session.folder, session.stop
-        self.saver = Saver(setup, session, progress, loader, heldout)
-        self.heldout = heldout_batches(setup, heldout)
-        self.train_step, self.eval_step = step, run.eval_step()
+    def __init__(self, saver: Saver, step: Compiled, teacher: Params, heldout: Mapping[str, AbstractRows]):
+        self.saver, self.train_step, self.teacher = saver, step, teacher
+        self.setup, self.progress, self.loader, self.session = saver.setup, saver.progress, saver.loader, saver.session
+        self.folder, self.stop = self.session.folder, self.session.stop
+        self.config, run = self.setup.config, self.setup.run
+        self.heldout = heldout_batches(self.setup, heldout)
+        self.eval_step = run.eval_step()
         self.batch_shardings = run.mapper.shardings(run.batch_specs(1))
         self._timed, self._tokens_timed = 0.0, 0
 

@@ -18,6 +18,7 @@ from spmd_distill.metrics import plot_curves, results_table
 from spmd_distill.progress import TrainProgress
 from spmd_distill.resuming import Session, changes_table, resumable
 from spmd_distill.runfolder import RunFolder, environment
+from spmd_distill.saving import Saver
 from spmd_distill.state import compile_train_step
 
 
@@ -69,7 +70,8 @@ def distil(
         with progress.stage("placing the teacher's weights"):
             teacher = setup.pair.load_teacher(setup.run.mapper)
         stop.check()
-        result = Loop(setup, progress, step, teacher, loader, corpus.heldout, session).run()
+        saver = Saver(setup, session, progress, loader, corpus.heldout)
+        result = Loop(saver, step, teacher, corpus.heldout).run()
         stop.check()
         with progress.stage("continuing the prompts"):
             continued = samples(setup, teacher, result.state.params)

@@ -34,10 +34,8 @@ def add(commands: Any) -> None:
 
 def act(options: argparse.Namespace, rest: list[str]) -> int:
     """Run the run file."""
-    if _folder(options)[1] is None:
-        mode = False
-    else:
-        mode = True if _folder(options)[0] is None else "auto"
+    path, folder = _folder(options)
+    mode = False if folder is None else True if path is None else "auto"
     return run(settings(options, rest), mode, options.allow_changes)
 
 
