@@ -49,6 +49,17 @@ def _compile_once() -> Iterator[None]:
         jax.config.update("jax_compilation_cache_dir", None)
 
 
+@pytest.fixture(autouse=True)
+def _float64_as_before() -> Iterator[None]:
+    """A run file that asks for float64 switches it on for the process; the next test has it as it was."""
+    import jax
+
+    before = jax.config.read("jax_enable_x64")
+    yield
+    if jax.config.read("jax_enable_x64") != before:
+        jax.config.update("jax_enable_x64", before)
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The demo's teacher, SmolLM2-135M-Instruct as GGUF; fetched once into the user's cache (93 MB)."""
