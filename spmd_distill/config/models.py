@@ -52,6 +52,7 @@ class StudentConfig:
     calibration_rows: int = 8
     """Rows of training text that importance is measured on."""
     dropout: float = 0.0
+    """Part of the activations that training sets to 0, after attention and MLP; the same on every layout."""
     attention: Literal["blockwise", "xla", "cudnn"] = "blockwise"
     """As the teacher's."""
     remat: Literal["none", "full", "sums", "dots"] = "dots"
@@ -89,6 +90,7 @@ class HeadConfig:
     """How hidden states become losses."""
 
     kind: Literal["fused", "reference"] = "fused"
+    """In chunks, without an array of tokens by vocabulary; or with all logits, for checking."""
     chunk: int | None = None
     """Tokens a chunk; null chooses from the budget."""
     memory_budget_mib: int | None = None

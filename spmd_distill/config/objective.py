@@ -23,10 +23,13 @@ class ObjectiveConfig:
     divergence: Any = "forward_kl"
     """A name, ``{name: {parameter: value}}``, or a class of your own by its import path, ``my_module:MyDivergence``."""
     alpha: Number = 0.9
+    """The weight of the divergence; the cross-entropy has the rest. A number, or a schedule: ``{linear: [0.9, 0.5, 1000]}``."""
     temperature: Number = 1.0
+    """What the logits of both models are divided by in the divergence; a number or a schedule."""
     label_smoothing: Number = 0.0
     """The part of the cross-entropy's target that is spread evenly over the vocabulary."""
     z_loss: Number = 0.0
+    """The weight of the squared log-sum-exp of the student's logits, which keeps them from drifting."""
     support: Any = "full"
     """Tokens that divergences look at: ``full``, ``{topk: 64}``, ``{sampled: 32}``, or
     ``{sampled: {draws: 32, teacher_fraction: 1.0}}``."""

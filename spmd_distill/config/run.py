@@ -20,10 +20,13 @@ class RunConfig:
     run: str = "runs/distil"
     """The folder the run writes; it must not hold another run."""
     steps: int = 100
+    """Optimizer steps of the whole run."""
     seed: int = 0
+    """Of random parameters, dropout and sampling, and of the order of rows unless ``data.seed`` says otherwise."""
     mesh: str = "auto"
     """A built-in layout, the path of one, or ``auto``: dp2_tp4 on a CPU or 8 devices, else what the devices allow."""
     mapper: Literal["shard_map", "vmap", "pmap"] = "shard_map"
+    """What runs the shards: the main path, all of them on one device, or the compatibility backend. All give the same."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     student: StudentConfig = field(default_factory=StudentConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

@@ -14,6 +14,7 @@ class EvalConfig:
     """Evaluation on held-out text, before, every so many steps, and after."""
 
     every: int = 100
+    """Optimizer steps between two evaluations; the last step always has one."""
     rows: int = 32
     """Held-out rows that are scored each time."""
     prompts: tuple[str, ...] = (
@@ -23,6 +24,7 @@ class EvalConfig:
     )
     """Continued by teacher and student at the end."""
     new_tokens: int = 24
+    """Tokens that each prompt is continued by, at most."""
 
 
 @dataclass(frozen=True)
