@@ -23,7 +23,7 @@ class ObjectiveConfig:
     divergence: Any = "forward_kl"
     """A name, ``{name: {parameter: value}}``, or a class of your own by its import path, ``my_module:MyDivergence``."""
     alpha: Number = 0.9
-    """The weight of the divergence; the cross-entropy has the rest. A number, or a schedule: ``{linear: [0.9, 0.5, 1000]}``."""
+    """The divergence's weight; cross-entropy has the rest. A number, or a schedule: ``{linear: [0.9, 0.5, 100]}``."""
     temperature: Number = 1.0
     """What the logits of both models are divided by in the divergence; a number or a schedule."""
     label_smoothing: Number = 0.0

@@ -26,7 +26,7 @@ class RunConfig:
     mesh: str = "auto"
     """A built-in layout, the path of one, or ``auto``: dp2_tp4 on a CPU or 8 devices, else what the devices allow."""
     mapper: Literal["shard_map", "vmap", "pmap"] = "shard_map"
-    """What runs the shards: the main path, all of them on one device, or the compatibility backend. All give the same."""
+    """What runs the shards: the main path, all of them on one device, or the compatibility backend; all do the same."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     student: StudentConfig = field(default_factory=StudentConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
