@@ -35,9 +35,13 @@ class Setup:
     schedule: optax.Schedule
     """Learning rate by optimizer step."""
 
-    def scheduled(self, step: int) -> dict[str, float]:
-        """The learning rate, and whatever else moves, as used in the optimizer step after ``step`` of them."""
-        return {"learning_rate": float(np.asarray(self.schedule(step))), **moving_numbers(self.run.objective, step)}
+    def scheduled(self, step: int, skipped: int = 0) -> dict[str, float]:
+        """The learning rate, and whatever else moves, as used in the optimizer step after ``step`` of them.
+
+        ``skipped`` of those steps updated nothing: the optimizer, and the learning rate with it, has not seen them.
+        """
+        learning_rate = float(np.asarray(self.schedule(step - skipped)))
+        return {"learning_rate": learning_rate, **moving_numbers(self.run.objective, step)}
 
     def introduction(self, tokens: int) -> str:
         """What is about to run, as it was really put together, for people."""

@@ -1,21 +1,21 @@
 """The loop: training steps with evaluations and checkpoints in between, on the one clock of optimizer steps."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from spmd_distill.checkpoint import Mark
 from spmd_distill.data import AbstractRows, Prefetch
 from spmd_distill.distributed import any_of, is_first, place
-from spmd_distill.errors import UserError
-from spmd_distill.guards import Interrupted
+from spmd_distill.guards import Interrupted, name_rows, skip_of
 from spmd_distill.metrics import MetricWriter
 from spmd_distill.program import Compiled
 from spmd_distill.saving import Saver
-from spmd_distill.scoring import heldout_batches, metric_values, score
+from spmd_distill.scoring import bad_rows, heldout_batches, metric_values, score
 from spmd_distill.state import create_state
 from spmd_distill.types import Params, TrainState
 
@@ -39,11 +39,12 @@ class Loop:
     def __init__(self, saver: Saver, step: Compiled, teacher: Params, heldout: Mapping[str, AbstractRows]):
         self.saver, self.train_step, self.teacher = saver, step, teacher
         self.setup, self.progress, self.loader, self.session = saver.setup, saver.progress, saver.loader, saver.session
-        self.folder, self.stop = self.session.folder, self.session.stop
+        self.folder, self.stop, self.watch = self.session.folder, self.session.stop, saver.watch
         self.config, run = self.setup.config, self.setup.run
         self.heldout = heldout_batches(self.setup, heldout)
         self.eval_step = run.eval_step()
         self.batch_shardings = run.mapper.shardings(run.batch_specs(1))
+        self.judges_spikes = skip_of(self.config).spike
         self._timed, self._tokens_timed = 0.0, 0
 
     def run(self) -> Result:
@@ -60,6 +61,8 @@ class Loop:
                 self.session.note(first, self.config)
             resume_from = None if not resume else first if first else -1  # an evaluation before step 1 is made again
             with MetricWriter(self.folder.path, resume_from=resume_from, enabled=is_first()) as writer:
+                if resume:
+                    self.watch.goes_on(first, writer.seconds, meta.get("guards"))
                 if "before" not in meta:
                     with self.stop.released(), self.progress.stage("evaluating the untrained student"):
                         meta["before"] = meta["after"] = self.evaluate(state, writer)
@@ -77,17 +80,19 @@ class Loop:
             for step in range(first + 1, config.steps + 1):
                 began = time.monotonic()
                 batch = place(batches.get(step - 1), self.batch_shardings)
-                state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch))
+                limit = (np.float32(self.watch.limit),) if self.judges_spikes else ()
+                state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch, *limit))
                 seconds = time.monotonic() - began
                 values = metric_values(metrics)
                 tokens = int(jax.device_get(metrics["loss"].count))
                 meta["tokens"] += tokens
-                values |= {**self.setup.scheduled(step - 1), "tokens": meta["tokens"], "data_wait": batches.waited}
+                values |= {**self.setup.scheduled(step - 1, self.watch.skipped), "tokens": meta["tokens"]}
+                values |= {"data_wait": batches.waited, **self.watch.measure(step, values)}
                 if step > first + 1:  # the first one warms up
                     self._timed, self._tokens_timed = self._timed + seconds, self._tokens_timed + tokens
                     values["tokens_per_second"] = tokens / seconds
                 writer.write(step, values, "train")
-                self._stop_if_not_finite(step, values)
+                self._judge(step, state, values)
                 self.progress.update(step, values["loss"], values.get("kl"), values.get("tokens_per_second"))
                 last, mark = step == config.steps, None
                 if last or step % config.eval.every == 0:
@@ -126,10 +131,14 @@ class Loop:
             params = setup.pair.start_student(self.teacher, run.mapper, self.config.seed)
             return jax.block_until_ready(create_state(run, setup.tx, params, self.config.seed))
 
-    def _stop_if_not_finite(self, step: int, values: dict[str, float]) -> None:
-        bad = [name for name in ("loss", "grad_norm") if not abs(values[name]) < float("inf")]
-        if bad:
-            raise UserError(
-                f"Step {step}: {bad[0]} is {values[bad[0]]}, so the run stops here; checkpoints of earlier steps are "
-                f"in {self.folder.checkpoints}. A lower optimizer.learning_rate or float32 compute usually mends it."
-            )
+    def _judge(self, step: int, state: TrainState, values: dict[str, float]) -> None:
+        """Let the guards look at a step; what they find there may end the run with a `UserError`."""
+
+        def find(names: Sequence[str]) -> str:
+            samples, batch = self.loader.samples(step - 1), self.loader.batch(step - 1)
+            rows = list(range(len(samples)))
+            if names:
+                rows = bad_rows(self.setup, self.eval_step, state.params, self.teacher, batch, names, state.step)
+            return name_rows([samples[i] for i in rows]) if rows else ""
+
+        self.watch.check(step, values, find)

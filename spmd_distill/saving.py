@@ -9,6 +9,7 @@ from spmd_distill.checkpoint import Checkpoints, Mark
 from spmd_distill.config import to_dict
 from spmd_distill.data import AbstractRows, Loader
 from spmd_distill.errors import UserError
+from spmd_distill.guards import Watch
 from spmd_distill.progress import TrainProgress
 from spmd_distill.resuming import Session, Sources
 from spmd_distill.state import abstract_state
@@ -25,8 +26,10 @@ class Saver:
         progress: TrainProgress,
         loader: Loader,
         heldout: Mapping[str, AbstractRows],
+        watch: Watch,
     ):
         self.setup, self.session, self.progress, self.loader = setup, session, progress, loader
+        self.watch = watch
         self.wanted = setup.config.checkpoint
         self.sources = Sources(setup.pair.checkpoint.source.path, setup.pair.tokenizer, heldout)
         self.checkpoints: Checkpoints
@@ -62,7 +65,7 @@ class Saver:
 
     def save(self, step: int, state: TrainState, meta: Mapping[str, Any], mark: Mark | None = None) -> None:
         """Save a step, with all that a resume compares or needs; see `Checkpoints.save`."""
-        held = {"data": self.loader.state(step), "settings": to_dict(self.setup.config)}
+        held = {"data": self.loader.state(step), "settings": to_dict(self.setup.config), "guards": self.watch.state()}
         self.checkpoints.save(step, state, {**meta, **held, **self.sources.meta()}, mark)
 
     def check_metric(self, found: Mapping[str, float]) -> None:

@@ -1,12 +1,15 @@
 """Held-out results: what is scored, and the numbers that come of it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from spmd_distill.build import Setup
 from spmd_distill.data import AbstractRows, eval_batches
+from spmd_distill.guards import find_rows
 from spmd_distill.metrics import perplexity
 from spmd_distill.types import Batch, Metrics, Params
 
@@ -37,3 +40,19 @@ def metric_values(metrics: Metrics) -> dict[str, float]:
     values = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
     named = {name: values[f"ce_{name}"] for name in ("student", "teacher") if f"ce_{name}" in values}
     return values | {f"perplexity_{name}": perplexity(value) for name, value in named.items()}
+
+
+def bad_rows(
+    setup: Setup, step: Any, student: Params, teacher: Params, batch: Batch, names: Sequence[str], clock: Any
+) -> list[int]:
+    """Which rows of a step's batch ``[A, B, L]`` have a metric of one of these names that is not finite, by number."""
+
+    def bad(rows: list[int]) -> bool:
+        chosen = np.isin(np.arange(count), rows).reshape(*batch.mask.shape[:2], 1)
+        some: Any = replace(batch, mask=batch.mask & chosen)
+        micro = [jax.tree.map(lambda x, i=i: x[i], some) for i in np.flatnonzero(chosen.any((1, 2)))]
+        found = setup.run.evaluate(step, student, teacher, micro, clock)
+        return not all(np.isfinite(found[name].sum) for name in names if name in found)
+
+    count = batch.mask.shape[0] * batch.mask.shape[1]
+    return find_rows(bad, count)

@@ -14,7 +14,9 @@ from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Model
 from spmd_distill.models.base import path_name
 from spmd_distill.models.foreign import AnyModel
+from spmd_distill.optimizer import SKIP, Skip
 from spmd_distill.program import Compiled, abstract_like, compile_program
+from spmd_distill.sharding import REPLICATED
 from spmd_distill.step import Distillation
 from spmd_distill.types import Batch, Params, TrainState
 
@@ -67,17 +69,21 @@ def abstract_state(run: Distillation, tx: optax.GradientTransformation) -> Train
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def compile_train_step(run: Distillation, tx: optax.GradientTransformation, batch: Batch) -> Compiled:
+def compile_train_step(
+    run: Distillation, tx: optax.GradientTransformation, batch: Batch, skip: Skip = SKIP
+) -> Compiled:
     """The training step for batches like ``batch [A, B, L]``, compiled while no array is on a device yet.
 
     What it needs of a device's memory is known before anything is placed there, and every step runs this very program.
     """
     shardings, teacher = run.mapper.shardings, run.teacher.model
+    limit = jax.ShapeDtypeStruct((), jnp.float32, sharding=shardings(REPLICATED))
     return compile_program(
-        run.train_step(tx),
+        run.train_step(tx, skip=skip),
         abstract_state(run, tx),
         abstract_like(teacher.abstract, shardings(teacher.specs(run.mapper.layout))),
         abstract_like(batch, shardings(run.batch_specs(batch.tokens.ndim - 2))),
+        *([limit] if skip.spike else []),
     )
 
 

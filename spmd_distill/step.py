@@ -23,6 +23,7 @@ from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Shard
 from spmd_distill.models.foreign import AnyModel, ForeignModel
 from spmd_distill.objective import Objective
+from spmd_distill.optimizer import SKIP, Skip, guarded_update
 from spmd_distill.sharding import REPLICATED, Specs, is_spec, sharded_axes
 from spmd_distill.teachers import OnlineTeacher
 from spmd_distill.types import Batch, Mean, Metrics, Params, TrainState, Unembedded
@@ -158,22 +159,27 @@ class Distillation:
     # -- programs -------------------------------------------------------------------------------------------------
 
     def train_step(
-        self, tx: optax.GradientTransformation, *, return_gradients: bool = False
-    ) -> Callable[[TrainState, Params, Batch], Any]:
+        self, tx: optax.GradientTransformation, *, return_gradients: bool = False, skip: Skip = SKIP
+    ) -> Callable[..., Any]:
         """Compile on first call: ``(state, teacher_params, batch [A, B, L]) -> (state, metrics)``.
 
-        The state is donated. With ``return_gradients`` the gradients before clipping come as a third output.
+        The state is donated. With ``return_gradients`` the gradients before clipping come as a third output. A step
+        that ``skip`` stops keeps parameters and optimizer state bit for bit and advances the step's number alone: its
+        batch and its random numbers are used up. Its metric ``skipped`` is 1. With ``skip.spike`` the step takes a
+        fourth argument, the largest loss as a float32 scalar.
         """
         specs = self.student.specs(self.mapper.layout)
         given = (specs, self.teacher.model.specs(self.mapper.layout), self.batch_specs(1), REPLICATED, REPLICATED)
         out = (specs, REPLICATED, REPLICATED)
         body = self.gradients if self.foreign else self.mapper.map(self.train_body, given, out)
 
-        def step(state: TrainState, teacher_params: Params, batch: Batch) -> Any:
+        def step(state: TrainState, teacher_params: Params, batch: Batch, *limit: jax.Array) -> Any:
             grads, sums, count = body(state.params, teacher_params, batch, state.step, state.seed)
-            updates, opt_state = tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            metrics = _means(sums, count) | {"grad_norm": Mean(optax.tree.norm(grads), jnp.int32(1))}
+            norm = optax.tree.norm(grads)
+            ok = skip.ok(sums, count, norm, *limit or (jnp.inf,))
+            params, opt_state = guarded_update(tx, grads, state.opt_state, state.params, ok)
+            seen = {"grad_norm": norm, "skipped": 1 - ok.astype(jnp.int32)}
+            metrics = _means(sums, count) | {name: Mean(x, jnp.int32(1)) for name, x in seen.items()}
             new = TrainState(state.step + 1, params, opt_state, state.seed)
             return (new, metrics, grads) if return_gradients else (new, metrics)
 

@@ -13,6 +13,7 @@ from spmd_distill.config import DistributedConfig, RunConfig
 from spmd_distill.data import Loader
 from spmd_distill.distributed import all_or_none, check_alike, check_same, is_first, join
 from spmd_distill.finish import export_student, samples, summarise
+from spmd_distill.guards import Events, Watch, skip_of
 from spmd_distill.loop import Loop, Result
 from spmd_distill.metrics import plot_curves, results_table
 from spmd_distill.progress import TrainProgress
@@ -66,11 +67,12 @@ def distil(
         data, seed = config.data, config.seed if config.data.seed is None else config.data.seed
         loader = Loader(corpus.train, data.rows, data.micro_batches, seed, data.shuffle)
         with progress.stage("compiling the training step"):
-            step = compile_train_step(setup.run, setup.tx, loader.batch(0))
+            step = compile_train_step(setup.run, setup.tx, loader.batch(0), skip_of(config))
         with progress.stage("placing the teacher's weights"):
             teacher = setup.pair.load_teacher(setup.run.mapper)
         stop.check()
-        saver = Saver(setup, session, progress, loader, corpus.heldout)
+        watch = Watch(config, Events(folder, progress.note, writes=is_first()))
+        saver = Saver(setup, session, progress, loader, corpus.heldout, watch)
         result = Loop(saver, step, teacher, corpus.heldout).run()
         stop.check()
         with progress.stage("continuing the prompts"):
@@ -87,7 +89,7 @@ def distil(
             time.monotonic() - began,
             result.tokens_per_second,
         )
-        summary["exported_step"] = int(result.state.step)
+        summary |= {"exported_step": int(result.state.step), "guards": watch.events.totals}
         if is_first():
             folder.write_json("samples.json", continued)
             plot_curves(folder.path)

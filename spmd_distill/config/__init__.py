@@ -5,6 +5,7 @@ This package does not import jax, so that the command can read a run file before
 
 from spmd_distill.config.data import DataConfig, SourceConfig
 from spmd_distill.config.distributed import DistributedConfig
+from spmd_distill.config.guards import GuardsConfig
 from spmd_distill.config.models import HeadConfig, Order, PrecisionConfig, StudentConfig, TeacherConfig
 from spmd_distill.config.objective import ObjectiveConfig
 from spmd_distill.config.optimizer import OptimizerConfig
@@ -17,6 +18,7 @@ __all__ = [
     "DataConfig",
     "DistributedConfig",
     "EvalConfig",
+    "GuardsConfig",
     "HeadConfig",
     "ObjectiveConfig",
     "OptimizerConfig",

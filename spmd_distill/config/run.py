@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from spmd_distill.config.data import DataConfig
 from spmd_distill.config.distributed import DistributedConfig
+from spmd_distill.config.guards import GuardsConfig
 from spmd_distill.config.models import HeadConfig, PrecisionConfig, StudentConfig, TeacherConfig
 from spmd_distill.config.objective import ObjectiveConfig, check_objective
 from spmd_distill.config.optimizer import OptimizerConfig
@@ -37,6 +38,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
 
     def __post_init__(self):
         """Check what no type can say."""
@@ -53,6 +55,7 @@ class RunConfig:
         self.student.check()
         self.distributed.check()
         self.checkpoint.check()
+        self.guards.check()
         try:
             check_objective(self.objective)
         except UserError as error:

@@ -91,6 +91,11 @@ class Loader:
         fields: dict[str, Any] = {name: getattr(taken, name).reshape(shape) for name in FIELDS}
         return Batch(**fields)
 
+    def samples(self, step: int) -> list[tuple[int, int]]:
+        """Each row of a step's batch, in its order: its sample's number in the stream, and its row's in the data."""
+        first, count = self._first_sample(step), self.micro_batches * self.batch_rows
+        return list(zip(range(first, first + count), self._order.rows(first, count), strict=True))
+
     def epoch(self, step: int) -> float:
         """How often the rows have been gone through when step ``step`` begins, such as 1.25: samples over rows."""
         return self._first_sample(step) / len(self.rows)

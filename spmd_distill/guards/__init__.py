@@ -1,5 +1,19 @@
-"""What watches a run: it stops, repairs or warns, and says so."""
+"""What watches a run: it counts, skips, repairs, warns or stops, and says so. One file a guard."""
 
+from spmd_distill.guards.events import Event, Events, read_events
+from spmd_distill.guards.finite import find_rows, name_rows
 from spmd_distill.guards.signals import Interrupted, StopSignal, leave_at_second_interrupt
+from spmd_distill.guards.watch import Watch, skip_of
 
-__all__ = ["Interrupted", "StopSignal", "leave_at_second_interrupt"]
+__all__ = [
+    "Event",
+    "Events",
+    "Interrupted",
+    "StopSignal",
+    "Watch",
+    "find_rows",
+    "leave_at_second_interrupt",
+    "name_rows",
+    "read_events",
+    "skip_of",
+]

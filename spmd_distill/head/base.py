@@ -136,8 +136,8 @@ def logits_of(
 
 
 def agreement_of(terms: tuple[Term, ...]) -> tuple[str, ...]:
-    """The `AGREEMENT` metrics that mean something: those of the student alone where vocabularies differ."""
-    return ("ce_student", "entropy_student") if own_vocabularies(terms) else AGREEMENT
+    """The `AGREEMENT` metrics that mean something: those of one model alone where vocabularies differ."""
+    return ("ce_student", "entropy_student", "entropy_teacher") if own_vocabularies(terms) else AGREEMENT
 
 
 def own_vocabularies(terms: tuple[Term, ...]) -> bool:

@@ -54,6 +54,11 @@ class MetricWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def seconds(self) -> float:
+        """Wall clock since the run began, of earlier sessions too."""
+        return time.monotonic() - self._start
+
     def write(self, step: int, values: Mapping[str, SupportsFloat], prefix: Split) -> None:
         """Write one line, flushed to the file, and one TensorBoard scalar a value, named ``prefix/name``.
 
@@ -71,7 +76,7 @@ class MetricWriter:
         numbers = {name: float(value) for name, value in values.items()}
         assert not numbers.keys() & set(_OWN_KEYS), f"metric names {_OWN_KEYS} are taken"
         line: dict[str, Any] = {"step": int(step), "split": prefix}
-        line["seconds"] = round(time.monotonic() - self._start, 3)
+        line["seconds"] = round(self.seconds, 3)
         line |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         if odd := {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}:
             line["nonfinite"] = odd
