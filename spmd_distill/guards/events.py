@@ -46,18 +46,23 @@ class Events:
         *,
         writes: bool = True,
     ):
-        """Prepare; the file is made with the first event.
+        """Make the file, or go on with the one that is there.
 
         Args:
             folder: the run's folder; it exists.
             note: shows a message to people.
             writes: False for all processes but one.
+
+        Raises:
+            UserError: the file cannot be written.
         """
         self.path = Path(folder) / FILE
         self.totals: dict[str, int] = {}
         """Guard -> how often it acted in this run; a checkpoint keeps it."""
         self._note, self._writes = note, writes
         self._start = time.monotonic()
+        if writes:
+            self._append(b"")
 
     def goes_on(self, step: int, seconds: float, totals: Mapping[str, int]) -> None:
         """Go on with an earlier session's events, from a checkpoint.
@@ -108,12 +113,14 @@ class Events:
             return
         seconds = round(time.monotonic() - self._start, 3)
         line = {"step": step, "seconds": seconds, "guard": guard, "message": message, "values": _plain(values or {})}
-        text = json.dumps(line, allow_nan=False) + "\n"
+        self._append((json.dumps(line, allow_nan=False) + "\n").encode())
+
+    def _append(self, text: bytes) -> None:
         try:
             with self.path.open("a+b") as file:
-                if file.tell() and not _ends_with_newline(file):
-                    text = "\n" + text  # a kill cut the last line short
-                file.write(text.encode())
+                if text and file.tell() and not _ends_with_newline(file):
+                    text = b"\n" + text  # a kill cut the last line short
+                file.write(text)
         except OSError as error:
             raise UserError(
                 f"{self.path}: cannot write: {error.strerror or error}; free some space, or take another --run"

@@ -34,7 +34,7 @@ class MetricWriter:
         """
         self.folder = Path(folder)
         self._path = self.folder / FILE
-        self.enabled, seconds = enabled, 0.0
+        self.enabled, seconds, self._start = enabled, 0.0, time.monotonic()
         if not enabled:
             return
         if resume_from is None and self._path.exists() and self._path.stat().st_size > 0:
