@@ -14,6 +14,7 @@ from spmd_distill.data import (
     AbstractSource,
     Document,
     Encoder,
+    Loader,
     Mixture,
     PackedRows,
     Record,
@@ -43,6 +44,11 @@ class Corpus:
     """By the name of their source."""
     notes: tuple[str, ...]
     """What was read and how it was packed, for people."""
+
+    def loader(self, config: DataConfig, seed: int) -> Loader:
+        """The batches of every optimizer step, in the order of ``data.seed``, else of the run's ``seed``."""
+        seed = seed if config.seed is None else config.seed
+        return Loader(self.train, config.rows, config.micro_batches, seed, config.shuffle)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from rich.markup import escape
 
 from spmd_distill.build import Setup, load_text, prepare, set_up
 from spmd_distill.config import DistributedConfig, RunConfig
-from spmd_distill.data import Loader
 from spmd_distill.distributed import all_or_none, check_alike, check_same, is_first, join
 from spmd_distill.finish import export_student, samples, summarise
 from spmd_distill.guards import Events, Watch, skip_of
@@ -64,8 +63,7 @@ def distil(
         progress.note("\n".join([*corpus.notes, setup.introduction(corpus.train.valid_tokens)]))
         if is_first():
             folder.write_json("environment.json", environment())
-        data, seed = config.data, config.seed if config.data.seed is None else config.data.seed
-        loader = Loader(corpus.train, data.rows, data.micro_batches, seed, data.shuffle)
+        loader = corpus.loader(config.data, config.seed)
         with progress.stage("compiling the training step"):
             step = compile_train_step(setup.run, setup.tx, loader.batch(0), skip_of(config))
         with progress.stage("placing the teacher's weights"):

@@ -46,7 +46,8 @@ class StopSignal:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignal":
-        self._agreed = jax.distributed.is_initialized() and bool(jax.config.read("jax_enable_preemption_service"))
+        service = bool(getattr(jax.config, "jax_enable_preemption_service", False))
+        self._agreed = jax.distributed.is_initialized() and service
         self._alone = jax.process_count() == 1 and not self._agreed
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT,) if self._agreed else (signal.SIGINT, signal.SIGTERM):

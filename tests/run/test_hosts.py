@@ -78,7 +78,10 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
 def trace(folder: Path) -> list[tuple]:
     """What was trained and evaluated, without what a clock says."""
     lines = read_metrics(folder / "run")
-    return [(m.step, m.split, {k: v for k, v in m.values.items() if k != "tokens_per_second"}) for m in lines]
+    return [
+        (m.step, m.split, {k: v for k, v in m.values.items() if k not in ("tokens_per_second", "data_wait")})
+        for m in lines
+    ]
 
 
 def assert_same_to_rounding(a: list[tuple], b: list[tuple]) -> None:

@@ -44,7 +44,7 @@ def test_memory_is_that_of_the_arrays():
 
 def test_a_step_is_known_before_anything_is_placed(tmp_path):
     setup = set_up(tiny_run(tmp_path))
-    train, _ = load_text(setup)
+    train = load_text(setup).train
     step = compile_train_step(setup.run, setup.tx, Loader(train, 4, 2, 0).batch(0))
     layout = setup.run.mapper.layout
     shardings = setup.run.mapper.shardings(setup.run.student.specs(layout))
