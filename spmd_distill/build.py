@@ -18,7 +18,7 @@ from spmd_distill.errors import UserError
 from spmd_distill.head import AbstractHead, FusedHead, ReferenceHead
 from spmd_distill.loading import Say
 from spmd_distill.mappers import AbstractMapper, make_mapper
-from spmd_distill.optimizer import build_optimizer, build_schedule
+from spmd_distill.optimizer import UpdateRule, build_rule, build_schedule
 from spmd_distill.step import Distillation
 from spmd_distill.student import Pair, build_pair, prune_start
 from spmd_distill.teachers import OnlineTeacher
@@ -31,7 +31,7 @@ class Setup:
     config: RunConfig
     pair: Pair
     run: Distillation
-    tx: optax.GradientTransformation
+    tx: UpdateRule
     schedule: optax.Schedule
     """Learning rate by optimizer step."""
 
@@ -81,9 +81,12 @@ def set_up(config: RunConfig, say: Say = lambda message: None, start: Path | Non
         mapper,
         build_head(config),
         jnp.dtype(config.precision.compute),
+        jnp.dtype(config.precision.gradients),
     )
     schedule = build_schedule(config.optimizer, config.steps)
-    return Setup(config, pair, run, build_optimizer(config.optimizer, schedule), schedule)
+    rule = build_rule(config.optimizer, config.precision, schedule, pair.student)
+    run.state_shardings(rule)  # says now what the platform does not have
+    return Setup(config, pair, run, rule, schedule)
 
 
 def load_text(setup: Setup, say: Say = lambda message: None) -> Corpus:

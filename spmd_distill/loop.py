@@ -24,7 +24,10 @@ from spmd_distill.types import Params, TrainState
 class Result:
     """What the loop ends with."""
 
-    state: TrainState
+    params: Params
+    """The student's: those that are evaluated and exported."""
+    step: int
+    """Optimizer steps that they have behind them."""
     before: dict[str, float]
     after: dict[str, float]
     tokens: int
@@ -42,7 +45,7 @@ class Loop:
         self.folder, self.stop, self.watch = self.session.folder, self.session.stop, saver.watch
         self.config, run = self.setup.config, self.setup.run
         self.heldout = heldout_batches(self.setup, heldout)
-        self.eval_step = run.eval_step()
+        self.eval_step, self.evaluated = run.eval_step(), run.evaluated_params(self.setup.tx)
         self.batch_shardings = run.mapper.shardings(run.batch_specs(1))
         self.judges_spikes = skip_of(self.config).spike
         self._timed, self._tokens_timed = 0.0, 0
@@ -70,7 +73,7 @@ class Loop:
                 state = self._train(state, meta, first, writer)
                 per_second = self._tokens_timed / self._timed if self._timed else 0.0
                 state, after = saver.to_export(state, meta)
-                return Result(state, meta["before"], after, meta["tokens"], per_second)
+                return Result(self.evaluated(state), int(state.step), meta["before"], after, meta["tokens"], per_second)
 
     def _train(self, state: TrainState, meta: dict[str, Any], first: int, writer: MetricWriter) -> TrainState:
         config, saver = self.config, self.saver
@@ -121,7 +124,7 @@ class Loop:
 
     def evaluate(self, state: TrainState, writer: MetricWriter) -> dict[str, float]:
         """Metrics over the held-out rows, averaged over their valid tokens."""
-        values = score(self.setup, self.eval_step, state.params, self.teacher, self.heldout, state.step)
+        values = score(self.setup, self.eval_step, self.evaluated(state), self.teacher, self.heldout, state.step)
         writer.write(int(state.step), values, "eval")
         return values
 

@@ -110,17 +110,21 @@ class Objective:
         batch_axes: tuple[str, ...],
         vocab_axes: tuple[str, ...] = ("model",),
         key: jax.Array | None = None,
+        scale: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """This shard's share of the loss (its sum over valid tokens / ``count``) and the sums behind the metrics.
 
         ``count`` is the GLOBAL number of valid tokens of the optimizer step: adding the shares of all shards and
         micro-batches gives the mean, whatever the data-parallel width, accumulation, packing or padding. ``key``
-        drives a sampled support; without one it is drawn from the step's number.
+        drives a sampled support; without one it is drawn from the step's number. ``scale`` multiplies the loss (and
+        with it what a head keeps of its gradient), and none of the sums.
         """
         dtype = jnp.promote_types(student.hidden.dtype, jnp.float32)
         weights, temperatures = self.coefficients(step, dtype)
         # Divided before the head and not after it: a head's gradients are then final, and need no second copy.
         weights = weights / jnp.maximum(count, 1).astype(dtype)
+        if scale is not None:
+            weights = weights * scale.astype(dtype)
         terms = tuple(t.for_head(label) for t, label in zip(self.terms, self.labels, strict=True))
         if jnp.promote_types(teacher.hidden.dtype, jnp.float32) != dtype:  # one of them is float64
             teacher = jax.tree.map(lambda x: x.astype(dtype), teacher)
@@ -141,7 +145,8 @@ class Objective:
             vocab_axes=vocab_axes,
             batch_axes=batch_axes,
         )
-        return out.loss, {"loss": jax.lax.stop_gradient(out.loss) * jnp.maximum(count, 1), **out.sums}
+        total = jax.lax.stop_gradient(out.loss) * jnp.maximum(count, 1)
+        return out.loss, {"loss": total if scale is None else total / scale.astype(total.dtype), **out.sums}
 
     def _uniforms(
         self, key: jax.Array | None, step: jax.Array, tokens: int, batch_axes: tuple[str, ...]

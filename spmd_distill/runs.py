@@ -57,7 +57,8 @@ def open_run(
         state, meta = checkpoints.restore(step, like=abstract_state(setup.run, setup.tx))
     for bad, reason in checkpoints.bad.items():
         say(f"checkpoint {bad} is damaged ({reason}); taking {checkpoints.restored}")
-    return OpenedRun(folder, setup, int(state.step), state.params, meta)
+    params = setup.run.evaluated_params(setup.tx)(state)
+    return OpenedRun(folder, setup, int(state.step), params, meta)
 
 
 def evaluate_run(opened: OpenedRun) -> dict[str, float]:

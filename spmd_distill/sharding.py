@@ -267,8 +267,24 @@ class MeshLayout:
                         f"{mesh_axis!r}; one array can use an axis once."
                     )
                 seen[mesh_axis] = axis
-        shared = [tuple(a for a in e if self.sizes[a] != 1) for e in entries]
-        return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in shared))
+        return _made([tuple(a for a in e if self.sizes[a] != 1) for e in entries])
+
+    def fitted(self, spec: "Spec", shape: Sequence[int]) -> "Spec":
+        """``spec`` without the cuts that ``shape`` does not divide into."""
+        cuts = spec_axes(spec, len(shape))
+        return _made(
+            [e if n % math.prod(self.sizes[a] for a in e) == 0 else () for e, n in zip(cuts, shape, strict=True)]
+        )
+
+    def spread(self, spec: "Spec", shape: Sequence[int], axes: Sequence[str]) -> "Spec":
+        """``spec`` with the first dimension that divides also cut over those of ``axes`` that it leaves out."""
+        cuts = list(spec_axes(spec, len(shape)))
+        more = tuple(a for a in axes if self.sizes[a] != 1 and a not in sharded_axes(spec))
+        for i, (axes_of, size) in enumerate(zip(cuts, shape, strict=True)):
+            if more and size % math.prod(self.sizes[a] for a in (*axes_of, *more)) == 0:
+                cuts[i] = (*axes_of, *more)
+                return _made(cuts)
+        return spec
 
 
 REPLICATED: Spec = PartitionSpec()
@@ -279,6 +295,10 @@ def layout_names(devices: int | None = None) -> list[str]:
     """Names of the built-in layouts, sorted; with ``devices``, only those that fit so many devices exactly or less."""
     names = sorted(p.stem for p in layouts_folder().glob("*.yaml"))
     return [n for n in names if devices is None or MeshLayout.load(n).device_count <= devices]
+
+
+def _made(axes: Sequence[tuple[str, ...]]) -> Spec:
+    return PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in axes))
 
 
 def spec_axes(spec: Spec, ndim: int) -> tuple[tuple[str, ...], ...]:

@@ -1,5 +1,6 @@
 """The train state: born sharded, described without being made, and a student cut out of its teacher."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Model
 from spmd_distill.models.base import path_name
 from spmd_distill.models.foreign import AnyModel
-from spmd_distill.optimizer import SKIP, Skip
+from spmd_distill.optimizer import SKIP, Skip, UpdateRule, as_rule
 from spmd_distill.program import Compiled, abstract_like, compile_program
 from spmd_distill.sharding import REPLICATED
 from spmd_distill.step import Distillation
@@ -52,25 +53,22 @@ def place_params(params: Any, model: AnyModel, mapper: AbstractMapper) -> Params
     return jax.tree.map(lambda x, where: jax.device_put(x, where, may_alias=False), ordered, shardings)
 
 
-def create_state(run: Distillation, tx: optax.GradientTransformation, params: Params, seed: int) -> TrainState:
+def create_state(
+    run: Distillation, tx: optax.GradientTransformation | UpdateRule, params: Params, seed: int
+) -> TrainState:
     """A state at step 0 around ``params`` (which it takes over), with the optimizer's moments sharded like them."""
-    shardings = run.mapper.shardings(run.state_specs(tx))
-
-    def make(params: Params) -> TrainState:
-        return TrainState(jnp.int32(0), params, tx.init(params), jnp.uint32(seed))
-
-    return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
+    make = functools.partial(as_rule(tx).start, seed=seed)
+    return jax.jit(make, out_shardings=run.state_shardings(tx), donate_argnums=0)(params)
 
 
-def abstract_state(run: Distillation, tx: optax.GradientTransformation) -> TrainState:
+def abstract_state(run: Distillation, tx: optax.GradientTransformation | UpdateRule) -> TrainState:
     """Shapes, types and shardings of a state, without an array: what a checkpoint is restored into."""
-    shapes = jax.eval_shape(lambda p: TrainState(jnp.int32(0), p, tx.init(p), jnp.uint32(0)), run.student.abstract)
-    shardings = run.mapper.shardings(run.state_specs(tx))
+    shapes, shardings = run.abstract_state(tx), run.state_shardings(tx)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def compile_train_step(
-    run: Distillation, tx: optax.GradientTransformation, batch: Batch, skip: Skip = SKIP
+    run: Distillation, tx: optax.GradientTransformation | UpdateRule, batch: Batch, skip: Skip = SKIP
 ) -> Compiled:
     """The training step for batches like ``batch [A, B, L]``, compiled while no array is on a device yet.
 

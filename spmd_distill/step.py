@@ -8,6 +8,7 @@ A `ForeignModel` runs on global arrays too, in the same program, before the body
 body, what it returned stands where a model of ours has parameters.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +24,7 @@ from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Shard
 from spmd_distill.models.foreign import AnyModel, ForeignModel
 from spmd_distill.objective import Objective
-from spmd_distill.optimizer import SKIP, Skip, guarded_update
+from spmd_distill.optimizer import SKIP, Skip, UpdateRule, as_rule, filled, moment_specs, on_host, only, state_specs
 from spmd_distill.sharding import REPLICATED, Specs, is_spec, sharded_axes
 from spmd_distill.teachers import OnlineTeacher
 from spmd_distill.types import Batch, Mean, Metrics, Params, TrainState, Unembedded
@@ -39,6 +40,8 @@ class Distillation:
     mapper: AbstractMapper
     head: AbstractHead = field(default_factory=FusedHead)
     compute_dtype: Any = jnp.float32
+    gradient_dtype: Any = jnp.float32
+    """What gradients are added up in and come out in; float32 is float64 where the parameters are."""
 
     @property
     def shard(self) -> Shard:
@@ -48,11 +51,19 @@ class Distillation:
     # -- shard bodies ---------------------------------------------------------------------------------------------
 
     def train_body(
-        self, params: Params, teacher_params: Params, batch: Batch, step: jax.Array, seed: jax.Array
+        self,
+        params: Params,
+        teacher_params: Params,
+        batch: Batch,
+        step: jax.Array,
+        seed: jax.Array,
+        *scale: jax.Array,
+        trained: Any = None,
     ) -> tuple[Params, dict[str, jax.Array], jax.Array]:
         """One shard's part of a step: gradients, metric sums and the valid-token count of micro-batches ``[A, B, L]``.
 
-        Gradients come out summed over the batch axes and cut like the parameters.
+        Gradients come out summed over the batch axes and cut like the parameters: those of the loss times ``scale``, by
+        the parameters that ``trained`` says (`UpdateRule.trained`).
         """
         batch_axes = self.mapper.layout.batch_axes
         missing = self._unsharded_batch_axes(self.student.specs(self.mapper.layout))
@@ -60,13 +71,14 @@ class Distillation:
         key = jax.random.fold_in(jax.random.key(seed), step)
         # Marked as different on every batch shard, parameters have local gradients, which are summed once, below.
         params = jax.tree.map(to_varying, params, missing)
+        moving, missing = only(trained, params), only(trained, missing)
 
-        def gradient_of(params: Params, micro: Batch, key: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
-            return self._gradient(self.shard, params, teacher_params, micro, step, count, key)
+        def gradient_of(moving: Params, micro: Batch, key: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
+            return self._gradient(self.shard, moving, params, teacher_params, micro, step, count, key, *scale)
 
-        grads, sums = _over_micro_batches(gradient_of, params, batch, key)
-        # Added up over micro-batches and shards in float32 or wider, and rounded to the parameters' type once.
-        grads = jax.tree.map(lambda g, axes, p: psum(g.astype(_wide(p)), axes).astype(p.dtype), grads, missing, params)
+        grads, sums = self._over_micro_batches(gradient_of, moving, batch, key)
+        # Added up over micro-batches and shards in this type, never in the type of parameters in fewer bits.
+        grads = jax.tree.map(lambda g, axes, p: psum(g.astype(self._summed_in(p)), axes), grads, missing, moving)
         return grads, psum(sums, batch_axes), count
 
     def eval_body(
@@ -77,17 +89,57 @@ class Distillation:
         count = psum(jnp.sum(batch.mask, dtype=jnp.int32), batch_axes)
         return psum(self._loss(self.shard, params, teacher_params, batch, step, count, None)[1], batch_axes), count
 
-    def _gradient(self, shard: Shard, params: Any, teacher_params: Any, *where: Any) -> Any:
-        """This shard's gradient by ``params`` of a micro-batch's loss, and its metric sums."""
-        return jax.grad(lambda p: self._loss(shard, p, teacher_params, *where), has_aux=True)(params)
+    def _gradient(self, shard: Shard, moving: Any, params: Any, teacher_params: Any, *where: Any) -> Any:
+        """This shard's gradient by ``moving``, some of ``params``, of a micro-batch's loss, and its metric sums."""
+        return jax.grad(lambda p: self._loss(shard, filled(p, params), teacher_params, *where), has_aux=True)(moving)
 
     def _loss(
-        self, shard: Shard, params: Any, teacher_params: Any, batch: Batch, step: Any, count: Any, key: Any
+        self,
+        shard: Shard,
+        params: Any,
+        teacher_params: Any,
+        batch: Batch,
+        step: Any,
+        count: Any,
+        key: Any,
+        scale: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         targets = self.teacher.targets(teacher_params, batch, shard)
         student = self.student.apply(params, batch, shard, key)
         axes = {"batch_axes": shard.layout.batch_axes, "vocab_axes": shard.layout.vocab_axes}
-        return self.objective(self.head, student, targets, batch, step, count, agreement=True, key=key, **axes)
+        return self.objective(
+            self.head, student, targets, batch, step, count, agreement=True, key=key, scale=scale, **axes
+        )
+
+    def _over_micro_batches(
+        self,
+        gradient_of: Callable[[Params, Batch, jax.Array], Any],
+        params: Params,
+        batch: Batch,
+        key: jax.Array,
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """Add up ``gradient_of(params, micro-batch, key)``, a gradient and metric sums, over a batch ``[A, B, L]``."""
+
+        def add(total: Any, more: Any) -> Any:
+            return jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more)
+
+        def accumulate(total: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+            number, micro = numbered
+            return add(total, gradient_of(params, micro, jax.random.fold_in(key, number))), None
+
+        micro_batches, first = batch.tokens.shape[0], jax.tree.map(lambda x: x[0], batch)
+        if micro_batches == 1:
+            return gradient_of(params, first, jax.random.fold_in(key, 0))
+        _, sums = jax.eval_shape(gradient_of, params, first, key)
+        zero_sums = jax.tree.map(lambda x: vary_like(jnp.zeros(x.shape, x.dtype), batch.mask), sums)
+        start = (jax.tree.map(lambda p: jnp.zeros_like(p, self._summed_in(p)), params), zero_sums)
+        total, _ = jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), batch))
+        return total
+
+    def _summed_in(self, x: jax.Array) -> jnp.dtype:
+        """What gradients by ``x`` are added up in."""
+        given = jnp.dtype(self.gradient_dtype)
+        return given if given.itemsize < 4 else jnp.promote_types(x.dtype, given)
 
     # -- around shard bodies: models that XLA cuts ----------------------------------------------------------------
 
@@ -97,22 +149,31 @@ class Distillation:
         return any(isinstance(m, ForeignModel) for m in (self.student, self.teacher.model))
 
     def gradients(
-        self, params: Params, teacher_params: Params, batch: Batch, step: jax.Array, seed: jax.Array
+        self,
+        params: Params,
+        teacher_params: Params,
+        batch: Batch,
+        step: jax.Array,
+        seed: jax.Array,
+        *scale: jax.Array,
+        trained: Any = None,
     ) -> tuple[Params, dict[str, jax.Array], jax.Array]:
         """What `train_body` returns, on global arrays: a shard body a micro-batch, and foreign models around it."""
         count = jnp.sum(batch.mask, dtype=jnp.int32)
         key = jax.random.fold_in(jax.random.key(seed), step)
 
-        def gradient_of(params: Params, micro: Batch, key: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
+        def gradient_of(moving: Params, micro: Batch, key: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
             teacher = self._ahead(self.teacher.model, teacher_params, micro, None)
+            where = (teacher, micro, step, count, key, *scale)
             if not isinstance(self.student, ForeignModel):
-                return self._inside(params, teacher, micro, step, count, key, with_gradient=True)
-            student, pull = jax.vjp(lambda p: self._ahead(self.student, p, micro, key), params)
-            grads, sums = self._inside(student, teacher, micro, step, count, key, with_gradient=True)
+                return self._inside(filled(moving, params), *where, trained=trained, with_gradient=True)
+            student, pull = jax.vjp(lambda p: self._ahead(self.student, filled(p, params), micro, key), moving)
+            grads, sums = self._inside(student, *where, with_gradient=True)
             return pull(jax.tree.map(lambda g, x: g.astype(x.dtype), grads, student))[0], sums
 
-        grads, sums = _over_micro_batches(gradient_of, params, batch, key)
-        return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), sums, count
+        moving = only(trained, params)
+        grads, sums = self._over_micro_batches(gradient_of, moving, batch, key)
+        return jax.tree.map(lambda g, p: g.astype(self._summed_in(p)), grads, moving), sums, count
 
     def evaluation(
         self, params: Params, teacher_params: Params, batch: Batch, step: jax.Array
@@ -128,7 +189,16 @@ class Distillation:
         return model.forward(params, batch, self.mapper, key) if isinstance(model, ForeignModel) else params
 
     def _inside(
-        self, student: Any, teacher: Any, batch: Batch, step: Any, count: Any, key: Any, *, with_gradient: bool
+        self,
+        student: Any,
+        teacher: Any,
+        batch: Batch,
+        step: Any,
+        count: Any,
+        key: Any,
+        *scale: jax.Array,
+        trained: Any = None,
+        with_gradient: bool,
     ) -> Any:
         """Metric sums of rows ``[B, L]`` and, before them, the gradient by ``student``, summed over the batch axes."""
         layout = self.mapper.layout
@@ -142,24 +212,29 @@ class Distillation:
         )
         missing = self._unsharded_batch_axes(specs[0])
 
-        def body(student: Any, teacher: Any, batch: Batch, step: Any, count: Any, key: Any) -> Any:
+        def body(student: Any, teacher: Any, batch: Batch, step: Any, count: Any, key: Any, *scale: Any) -> Any:
             if not with_gradient:
                 return psum(self._loss(shard, student, teacher, batch, step, count, key)[1], layout.batch_axes)
             student = jax.tree.map(to_varying, student, missing)
-            grads, sums = self._gradient(shard, student, teacher, batch, step, count, key)
-            grads = jax.tree.map(lambda g, axes: psum(g.astype(_wide(g)), axes) if axes else g, grads, missing)
-            return grads, psum(sums, layout.batch_axes)
+            moving, summed = only(trained, student), only(trained, missing)
+            grads, sums = self._gradient(shard, moving, student, teacher, batch, step, count, key, *scale)
+            added = lambda g, axes: psum(g.astype(self._summed_in(g)), axes) if axes else g  # noqa: E731
+            return jax.tree.map(added, grads, summed), psum(sums, layout.batch_axes)
 
-        whole = (REPLICATED, REPLICATED, REPLICATED)
-        out = (specs[0], REPLICATED) if with_gradient else REPLICATED
+        whole = (REPLICATED,) * (3 + len(scale))
+        out = (only(trained, specs[0]), REPLICATED) if with_gradient else REPLICATED
         return self.mapper.map(body, (*specs, self.batch_specs(0), *whole), out)(
-            student, teacher, batch, step, count, key
+            student, teacher, batch, step, count, key, *scale
         )
 
     # -- programs -------------------------------------------------------------------------------------------------
 
     def train_step(
-        self, tx: optax.GradientTransformation, *, return_gradients: bool = False, skip: Skip = SKIP
+        self,
+        tx: optax.GradientTransformation | UpdateRule,
+        *,
+        return_gradients: bool = False,
+        skip: Skip = SKIP,
     ) -> Callable[..., Any]:
         """Compile on first call: ``(state, teacher_params, batch [A, B, L]) -> (state, metrics)``.
 
@@ -168,25 +243,46 @@ class Distillation:
         batch and its random numbers are used up. Its metric ``skipped`` is 1. With ``skip.spike`` the step takes a
         fourth argument, the largest loss as a float32 scalar.
         """
-        specs = self.student.specs(self.mapper.layout)
-        given = (specs, self.teacher.model.specs(self.mapper.layout), self.batch_specs(1), REPLICATED, REPLICATED)
-        out = (specs, REPLICATED, REPLICATED)
-        body = self.gradients if self.foreign else self.mapper.map(self.train_body, given, out)
+        rule, layout, shardings = as_rule(tx), self.mapper.layout, self.mapper.shardings
+        specs = self.student.specs(layout)
+        cut = only(rule.trained, specs)
+        whole = (REPLICATED,) * (2 if rule.loss_scale is None else 3)
+        given = (specs, self.teacher.model.specs(layout), self.batch_specs(1), *whole)
+        train = functools.partial(self.gradients if self.foreign else self.train_body, trained=rule.trained)
+        body = train if self.foreign else self.mapper.map(train, given, (cut, REPLICATED, REPLICATED))
+        spread = shardings(only(rule.trained, moment_specs(rule, self.student.abstract, specs, layout)))
+        resting, working = self.state_shardings(rule), self.state_shardings(replace(rule, offload=False))
+
+        def place(tree: Any) -> Any:
+            return jax.lax.with_sharding_constraint(tree, spread) if rule.shard_state else tree
 
         def step(state: TrainState, teacher_params: Params, batch: Batch, *limit: jax.Array) -> Any:
-            grads, sums, count = body(state.params, teacher_params, batch, state.step, state.seed)
-            norm = optax.tree.norm(grads)
+            if rule.offload:
+                state = jax.device_put(state, working)
+            factor = rule.factor(state)
+            scale = () if factor is None else (factor,)
+            grads, sums, count = body(state.params, teacher_params, batch, state.step, state.seed, *scale)
+            grads = rule.unscaled(grads, state)
+            norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(_wide(g)), grads))
             ok = skip.ok(sums, count, norm, *limit or (jnp.inf,))
-            params, opt_state = guarded_update(tx, grads, state.opt_state, state.params, ok)
+            new = rule.apply(state, grads, ok, sums["loss"] / jnp.maximum(count, 1), place)
             seen = {"grad_norm": norm, "skipped": 1 - ok.astype(jnp.int32)}
+            seen |= {} if factor is None else {"loss_scale": factor}
             metrics = _means(sums, count) | {name: Mean(x, jnp.int32(1)) for name, x in seen.items()}
-            new = TrainState(state.step + 1, params, opt_state, state.seed)
             return (new, metrics, grads) if return_gradients else (new, metrics)
 
-        whole, cut = self.mapper.shardings(REPLICATED), self.mapper.shardings(specs)
-        state = self.mapper.shardings(self.state_specs(tx))
-        out = (state, whole, cut) if return_gradients else (state, whole)
+        out = (resting, shardings(REPLICATED), *([shardings(cut)] if return_gradients else []))
         return jax.jit(step, donate_argnums=0, out_shardings=out)
+
+    def evaluated_params(self, tx: optax.GradientTransformation | UpdateRule) -> Callable[[TrainState], Params]:
+        """What gives the parameters to evaluate and to keep of a state: `UpdateRule.evaluated`, cut like parameters."""
+        rule = as_rule(tx)
+        if not rule.averages(self.abstract_state(rule)):
+            return lambda state: state.params
+        working = self.state_shardings(replace(rule, offload=False))
+        bring = lambda state: jax.device_put(state, working) if rule.offload else state  # noqa: E731
+        where = self.mapper.shardings(self.student.specs(self.mapper.layout))
+        return jax.jit(lambda state: rule.evaluated(bring(state)), out_shardings=where)
 
     def eval_step(self) -> Callable[[Params, Params, Batch, jax.Array], Metrics]:
         """Compile on first call: ``(params, teacher_params, batch [B, L], step) -> metrics``, sums over the batch."""
@@ -224,17 +320,22 @@ class Distillation:
         spec = self.mapper.layout.spec((None,) * leading + ("batch", None))
         return Batch(*(spec,) * 5)  # type: ignore[arg-type]
 
-    def state_specs(self, tx: optax.GradientTransformation) -> TrainState:
+    def abstract_state(self, tx: optax.GradientTransformation | UpdateRule) -> TrainState:
+        """Shapes and types of a state."""
+        return jax.eval_shape(lambda p: as_rule(tx).start(p, 0), self.student.abstract)
+
+    def state_specs(self, tx: optax.GradientTransformation | UpdateRule) -> TrainState:
         """Where every part of the train state lies; the optimizer's moments follow their parameters."""
-        specs = self.student.specs(self.mapper.layout)
-        opt_state = optax.tree_utils.tree_map_params(
-            tx,
-            lambda _, spec: spec,
-            jax.eval_shape(tx.init, self.student.abstract),
-            specs,
-            transform_non_params=lambda _: REPLICATED,
-        )
-        return TrainState(REPLICATED, specs, opt_state, REPLICATED)  # type: ignore[arg-type]
+        layout = self.mapper.layout
+        return state_specs(as_rule(tx), self.student.abstract, self.student.specs(layout), layout)
+
+    def state_shardings(self, tx: optax.GradientTransformation | UpdateRule) -> TrainState:
+        """`state_specs` on the mapper's devices, or in their host's memory (`UpdateRule.offload`).
+
+        Raises `UserError` where the platform has no such memory.
+        """
+        found = self.mapper.shardings(self.state_specs(tx))
+        return on_host(found, self.mapper.devices) if as_rule(tx).offload else found
 
     def _unsharded_batch_axes(self, specs: Specs) -> Any:
         """For every array, the batch axes it is not cut over: those its gradient must be summed over."""
@@ -243,28 +344,6 @@ class Distillation:
             specs,
             is_leaf=is_spec,
         )
-
-
-def _over_micro_batches(
-    gradient_of: Callable[[Params, Batch, jax.Array], Any], params: Params, batch: Batch, key: jax.Array
-) -> tuple[Any, dict[str, jax.Array]]:
-    """Add up ``gradient_of(params, micro-batch, key)``, a gradient and metric sums, over a batch ``[A, B, L]``."""
-
-    def add(total: Any, more: Any) -> Any:
-        return jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more)
-
-    def accumulate(total: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
-        number, micro = numbered
-        return add(total, gradient_of(params, micro, jax.random.fold_in(key, number))), None
-
-    micro_batches, first = batch.tokens.shape[0], jax.tree.map(lambda x: x[0], batch)
-    if micro_batches == 1:
-        return gradient_of(params, first, jax.random.fold_in(key, 0))
-    _, sums = jax.eval_shape(gradient_of, params, first, key)
-    zero_sums = jax.tree.map(lambda x: vary_like(jnp.zeros(x.shape, x.dtype), batch.mask), sums)
-    start = (jax.tree.map(lambda p: jnp.zeros_like(p, _wide(p)), params), zero_sums)
-    total, _ = jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), batch))
-    return total
 
 
 def _wide(x: jax.Array) -> jnp.dtype:

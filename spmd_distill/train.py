@@ -74,10 +74,10 @@ def distil(
         result = Loop(saver, step, teacher, corpus.heldout).run()
         stop.check()
         with progress.stage("continuing the prompts"):
-            continued = samples(setup, teacher, result.state.params)
+            continued = samples(setup, teacher, result.params)
         stop.check()
         with progress.stage("exporting the student"):
-            export_student(setup, result.state.params, folder, result.before, result.after)
+            export_student(setup, result.params, folder, result.before, result.after)
         summary = summarise(
             setup,
             result.before,
@@ -87,7 +87,7 @@ def distil(
             time.monotonic() - began,
             result.tokens_per_second,
         )
-        summary |= {"exported_step": int(result.state.step), "guards": watch.events.totals}
+        summary |= {"exported_step": result.step, "guards": watch.events.totals}
         if is_first():
             folder.write_json("samples.json", continued)
             plot_curves(folder.path)

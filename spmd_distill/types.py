@@ -99,3 +99,7 @@ class TrainState:
     opt_state: Any
     seed: UInt32[Array, ""]
     """Every random number of step k is drawn from ``fold_in(key(seed), k)``: nothing else has to be saved."""
+    ema: Params | None = None
+    """The moving average of the trained parameters, where there is one (`UpdateRule.ema`)."""
+    loss_scale: Any = None
+    """The dynamic loss scale, where there is one (`UpdateRule.loss_scale`)."""

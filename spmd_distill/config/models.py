@@ -1,6 +1,7 @@
 """Settings of the two models, of the head between them, and of number types."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from spmd_distill.errors import UserError
@@ -102,10 +103,48 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Types. Softmax statistics, divergences and gradient sums are float32 or wider in any case."""
+    """Types. Softmax statistics and divergences are float32 or wider in any case; see ``optimizer.state`` too."""
 
-    compute: Literal["float32", "bfloat16", "float64"] = "float32"
+    compute: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """What matmuls and activations are computed in. float16 takes a ``loss_scale``."""
     teacher: Literal["float32", "bfloat16", "float64"] = "float32"
     """What the teacher's parameters are held in."""
     student: Literal["float32", "bfloat16", "float64"] = "float32"
-    """What the student's parameters and the optimizer's moments are held in."""
+    """What the student's parameters are held in."""
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    """What gradients are added up in, over micro-batches and over shards, and handed to the optimizer in. float32 is
+    float64 where the parameters are."""
+    loss_scale: float | str | None = None
+    """The loss is multiplied by this before gradients are taken, and these are divided by it before anything looks at
+    them: a number, a fraction such as ``1/128``, or ``dynamic``, which starts at 32768, doubles after
+    ``loss_scale_window`` good steps and halves after one whose gradients overflow; that step changes nothing."""
+    loss_scale_window: int = 1000
+    """Good steps in a row after which a dynamic loss scale doubles."""
+
+    @property
+    def scale(self) -> float | None:
+        """The loss scale: a number, None for none or a dynamic one."""
+        if self.loss_scale is None or self.loss_scale == "dynamic":
+            return None
+        try:
+            found = float(Fraction(str(self.loss_scale)))
+        except (ValueError, ZeroDivisionError, OverflowError):
+            found = 0.0
+        if found <= 0:
+            raise UserError(
+                f"Run file: precision.loss_scale is {self.loss_scale!r}; expected a number above 0, a fraction such as "
+                f"1/128, dynamic, or null."
+            )
+        return found
+
+    def check(self) -> None:
+        """Raise `UserError` for what is out of its range."""
+        if self.scale is None and self.loss_scale is None and self.compute == "float16":
+            raise UserError(
+                "Run file: precision.compute is float16, in which small gradients are 0; expected a "
+                "precision.loss_scale beside it. Set it to dynamic, or compute in bfloat16."
+            )
+        if self.loss_scale_window < 1:
+            raise UserError(
+                f"Run file: precision.loss_scale_window is {self.loss_scale_window}; it must be at least 1."
+            )

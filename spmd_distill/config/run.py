@@ -56,6 +56,8 @@ class RunConfig:
         self.distributed.check()
         self.checkpoint.check()
         self.guards.check()
+        self.optimizer.check()
+        self.precision.check()
         try:
             check_objective(self.objective)
         except UserError as error:

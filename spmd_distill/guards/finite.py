@@ -18,9 +18,10 @@ class FiniteGuard:
 
     name, teacher = "skipped", "teacher"
 
-    def __init__(self, config: GuardsConfig, events: Events):
-        """Judge as ``config`` says."""
+    def __init__(self, config: GuardsConfig, events: Events, dynamic_scale: bool = False):
+        """Judge as ``config`` says. With a dynamic loss scale an overflow of the gradient is how it finds its size."""
         self._config, self._events = config, events
+        self._watched = ("loss",) if dynamic_scale else ("loss", "grad_norm")
         self.in_row = 0
         """Steps in a row whose loss or gradient was not finite; a checkpoint keeps it."""
 
@@ -41,7 +42,7 @@ class FiniteGuard:
             self._stop_for_teacher(step, bad, find(OF_THE_TEACHER) or find(()))
         if self._config.nonfinite_in_row is None:
             return
-        bad = _not_finite(values, ("loss", "grad_norm"))
+        bad = _not_finite(values, self._watched)
         self.in_row = self.in_row + 1 if bad else 0
         if not bad:
             return

@@ -24,7 +24,8 @@ class Watch:
         """Watch as ``config.guards`` says."""
         self.events = events
         self._clip = ClipGuard(config.optimizer.clip_norm if config.guards.clip else None, events)
-        self._finite, self._spike = FiniteGuard(config.guards, events), SpikeGuard(config.guards, events)
+        dynamic = config.precision.loss_scale == "dynamic"
+        self._finite, self._spike = FiniteGuard(config.guards, events, dynamic), SpikeGuard(config.guards, events)
 
     @property
     def limit(self) -> float:

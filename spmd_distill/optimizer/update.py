@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
 T = TypeVar("T")
 
@@ -60,14 +59,3 @@ def all_finite(*values: jax.Array) -> jax.Array:
 def keep_unless(ok: jax.Array, new: T, old: T) -> T:
     """All arrays of ``new`` where ``ok`` holds, else all of ``old``, bit for bit; two trees of the same shapes."""
     return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
-
-
-def guarded_update(
-    tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, ok: jax.Array
-) -> tuple[Any, Any]:
-    """Parameters and optimizer state after an update by ``grads``, or unchanged (its own counts too) where not ``ok``.
-
-    All arrays are global: a transformation that looks at whole matrices or norms sees them whole.
-    """
-    updates, moved = tx.update(grads, opt_state, params)
-    return keep_unless(ok, (optax.apply_updates(params, updates), moved), (params, opt_state))

@@ -22,7 +22,7 @@ MISTAKES = {
     "batch_size: 8": "line 1: unknown setting 'batch_size'. It is called 'data.rows' here",
     "remat: full": "line 1: unknown setting 'remat'. Did you mean 'student.remat'",
     "xyzzy: 1": "line 1: unknown setting 'xyzzy'. Known are run, steps, .* optimizer \\(a section\\)",
-    "optimizer: 3": "line 1: optimizer is 3; expected a section with some of learning_rate",
+    "optimizer: 3": "line 1: optimizer is 3; expected a section with some of name",
     "optimizer:": "line 1: optimizer is None; expected a section",
     "optimizer:\n  b1: .nan": "line 2: optimizer.b1 is nan; expected a finite number",
     "mapper: foo": "line 1: mapper is 'foo'; expected one of shard_map, vmap, pmap",
