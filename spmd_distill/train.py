@@ -12,7 +12,7 @@ from spmd_distill.build import Setup, load_text, prepare, set_up
 from spmd_distill.config import DistributedConfig, RunConfig
 from spmd_distill.distributed import all_or_none, check_alike, check_same, is_first, join
 from spmd_distill.finish import export_student, samples, summarise
-from spmd_distill.guards import Events, Watch, skip_of
+from spmd_distill.guards import Events, Watch, check_memory, skip_of
 from spmd_distill.loop import Loop, Result
 from spmd_distill.metrics import plot_curves, results_table
 from spmd_distill.progress import TrainProgress
@@ -63,9 +63,11 @@ def distil(
         progress.note("\n".join([*corpus.notes, setup.introduction(corpus.train.valid_tokens)]))
         if is_first():
             folder.write_json("environment.json", environment())
-        loader = corpus.loader(config.data, config.seed)
+        loader, mapper = corpus.loader(config.data, config.seed), setup.run.mapper
         with progress.stage("compiling the training step"):
             step = compile_train_step(setup.run, setup.tx, loader.batch(0), skip_of(config))
+        needed = None if step.memory is None else step.memory.total
+        check_memory(config, needed, mapper.devices, mapper.layout.batch_shards)
         with progress.stage("placing the teacher's weights"):
             teacher = setup.pair.load_teacher(setup.run.mapper)
         stop.check()

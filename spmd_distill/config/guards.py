@@ -24,15 +24,9 @@ class GuardsConfig:
     """Steps that the median runs over. Until so many are there, nothing is judged."""
     memory: float | None = 0.8
     """The share of a device's memory that the training step may need. More is refused before it starts, with a change
-    that fits. Null turns it off."""
+    that needs less. Null turns it off."""
     device_memory_gib: float | None = None
-    """What a device has, where that is not known or not all ours. Null asks the device."""
-    out_of_memory: bool = True
-    """When memory runs out, halve the rows of a micro-batch and take twice as many; the gradient is the same."""
-    communication: float | None = 0.2
-    """Warn where more than this share of a step would be communication, as estimated. Null turns it off."""
-    utilisation: float | None = 0.85
-    """Warn where the devices would compute for less than this share of a step, as estimated. Null turns it off."""
+    """What a device has, where that is not known or not all ours. Null asks the device; a CPU does not say."""
 
     def check(self) -> None:
         """Raise `UserError` for a number that no guard can use."""
@@ -42,10 +36,8 @@ class GuardsConfig:
                 raise _wrong(name, value, "at least 1" + (", or null" if name != "spike_window" else ""))
         if not self.spike_factor > 1:
             raise _wrong("spike_factor", self.spike_factor, "more than 1")
-        for name in ("memory", "communication", "utilisation"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise _wrong(name, value, "a share above 0 and at most 1, or null")
+        if self.memory is not None and not 0 < self.memory <= 1:
+            raise _wrong("memory", self.memory, "a share above 0 and at most 1, or null")
         if self.device_memory_gib is not None and not self.device_memory_gib > 0:
             raise _wrong("device_memory_gib", self.device_memory_gib, "more than 0, or null")
 

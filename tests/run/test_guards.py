@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from spmd_distill.config import GuardsConfig
 from spmd_distill.errors import UserError
 from spmd_distill.guards import Events, find_rows, name_rows, read_events
 from spmd_distill.guards.clip import ClipGuard
+from spmd_distill.guards.memory import check_memory, smaller
 from spmd_distill.guards.spike import SpikeGuard
 from spmd_distill.metrics import read_metrics
 from spmd_distill.objective import Objective
@@ -182,9 +183,47 @@ def test_events_survive_a_kill_in_the_middle_of_a_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("nonfinite_in_row", 0), ("spike_window", 0), ("spike_factor", 1.0), ("memory", 1.5), ("communication", 0.0),
-     ("utilisation", -1.0), ("device_memory_gib", 0.0)],
+    [("nonfinite_in_row", 0), ("spike_window", 0), ("spike_factor", 1.0), ("memory", 1.5),
+     ("device_memory_gib", 0.0)],
 )  # fmt: skip
 def test_settings_that_no_guard_can_use_are_named(name, value):
     with pytest.raises(UserError, match=rf"guards\.{name} is {value}"):
         GuardsConfig(**{name: value}).check()
+
+
+def test_a_step_that_does_not_fit_is_refused_with_its_numbers_before_anything_is_placed(tmp_path):
+    config = tiny_run(tmp_path, "--guards.device_memory_gib", "0.0001")
+    with pytest.raises(UserError, match=r"needs .* GiB of a device that has 0.0001 GiB: \d+ %, over the 80 %") as stop:
+        distil(config, console=QUIET)
+    assert "--data.rows 2 --data.micro_batches 4" in str(stop.value)  # 4 rows over 2 batch shards
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("needed", "flags", "refused"),
+    [
+        (79, (), False),
+        (81, (), True),
+        (81, ("--guards.memory", "null"), False),
+        (81, ("--guards.memory", "0.9"), False),
+        (None, (), False),
+    ],
+)
+def test_the_bound_is_a_share_of_what_the_device_has(tmp_path, needed, flags, refused):
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": 100}
+
+    config = tiny_run(tmp_path, *flags)
+    if refused:
+        with pytest.raises(UserError, match=r"over the 80 % of guards\.memory"):
+            check_memory(config, needed, [Device()], 2)
+    else:
+        check_memory(config, needed, [Device()], 2)
+
+
+def test_the_change_that_is_proposed_can_be_made(tmp_path):
+    config = tiny_run(tmp_path)
+    assert "--data.rows 2 --data.micro_batches 4" in smaller(config, 2)
+    assert "--student.remat full" in smaller(config, 4)
+    assert "--mesh fsdp" in smaller(replace(config, student=replace(config.student, remat="full")), 4)

@@ -26,7 +26,7 @@ EVERYTHING = (
 def values(folder: Path, split: str) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if "second" not in k and k not in ("time", "wall")}
+        {k: v for k, v in line.items() if "second" not in k and k != "data_wait"}
         for line in lines
         if line["split"] == split
     ]
