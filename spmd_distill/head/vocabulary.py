@@ -67,14 +67,22 @@ class Side:
         return jnp.exp(self.logp(view))
 
 
-def sums_over(entries: Sequence[Float[Array, "C V"]], *, one_operation: bool = True) -> list[Float[Array, " C"]]:
-    """Sum each array over the vocabulary, all in one pass.
+def sums_over(entries: Sequence[Float[Array, "C _"]], *, one_operation: bool = True) -> list[Float[Array, " C"]]:
+    """Sum each array over the vocabulary, all of one width in one pass.
 
     On an accelerator the sums may be left to the compiler as ``one_operation`` or many: as many, it can make something
     elementwise of the same operands (dz) in the same pass.
     """
     if not entries:
         return []
+    shapes = [x.shape for x in entries]
+    if len(set(shapes)) > 1:  # models of different vocabularies: a pass for each
+        sums: dict[int, Float[Array, " C"]] = {}
+        for shape in dict.fromkeys(shapes):
+            numbers = [i for i, other in enumerate(shapes) if other == shape]
+            found = sums_over([entries[i] for i in numbers], one_operation=one_operation)
+            sums |= dict(zip(numbers, found, strict=True))
+        return [sums[i] for i in range(len(entries))]
 
     def together(*entries: jax.Array) -> tuple[jax.Array, ...]:
         zeros = tuple(jnp.zeros((), x.dtype) for x in entries)
