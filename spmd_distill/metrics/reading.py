@@ -19,6 +19,8 @@ class Line(NamedTuple):
     split: Split
     seconds: float
     values: dict[str, float]
+    set: str | None = None
+    """Which held-out set it is about; None: all of them together."""
 
 
 def parse_line(text: str) -> Line:
@@ -27,10 +29,11 @@ def parse_line(text: str) -> Line:
         found = json.loads(text)
         odd = found.pop("nonfinite", {})
         step, split, seconds = (found.pop(key) for key in ("step", "split", "seconds"))
+        which = found.pop("set", None)
         values = {name: float(odd[name] if value is None else value) for name, value in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"expected a JSON object with step, split and seconds, found {text[:80]!r}") from error
-    return Line(step, split, seconds, values)
+    return Line(step, split, seconds, values, which)
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[Line]:

@@ -1,203 +1,178 @@
-"""Curves as inline SVG: one panel a metric, one colour a run."""
+"""A panel as inline SVG: one colour a run, or a held-out set where there is one run."""
 
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from spmd_distill.report.axes import HEIGHT, INNER_HEIGHT, INNER_WIDTH, LEFT, RIGHT, TOP, WIDTH, Axes, apart, axes_for
+from spmd_distill.report.panels import Panel
 from spmd_distill.report.read import Run
+from spmd_distill.report.series import Points, number, pieces_for, points, smoothed, thinned
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a100")
-"""Told apart also without red and green (Okabe and Ito); a ninth run begins anew."""
-MOST_POINTS = 400
-"""Points of a curve; longer ones are drawn as means over so many equal pieces."""
-WIDTH, HEIGHT = 520, 250
-LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 30
+COLOURS = 8
+"""Colours that the style sheet has; a ninth run begins anew."""
+MOST_MARKS = 150
+_ROOM = 5
+"""Beside the first and the last step, so that dots there are whole."""
+_NOISY = 40
+"""More points of training than this are drawn faintly, under their moving mean."""
 
 
 @dataclass(frozen=True)
-class Panel:
-    """A metric and how it is drawn."""
+class Curve:
+    """One run, or one held-out set of the only run, in a panel."""
 
-    title: str
-    unit: str
-    metric: str
-    factor: float = 1.0
-    teacher: str | None = None
-    """A metric of the same unit that is drawn as a dashed line."""
-    logarithmic: bool = False
-    from_zero: bool = False
+    name: str
+    colour: int
+    group: str
+    """The class of its elements, by which the legend hides them."""
+    train: Points
+    held: Points
 
+    @property
+    def noisy(self) -> bool:
+        """Whether training is drawn faintly, under a moving mean."""
+        return len(self.train) > _NOISY
 
-PANELS = (
-    Panel("KL to the teacher", "nats per token", "kl", from_zero=True),
-    Panel("Cross entropy", "nats per token", "ce_student", teacher="ce_teacher"),
-    Panel("Top-1 agreement", "%", "top1", 100.0),
-    Panel("Acceptance rate", "%", "acceptance", 100.0),
-    Panel("Objective", "weighted loss", "loss"),
-    Panel("Gradient norm, before clipping", "global norm", "grad_norm", logarithmic=True),
-    Panel("Learning rate", "", "learning_rate", from_zero=True),
-    Panel("Throughput", "tokens per second", "tokens_per_second", from_zero=True),
-)
-
-Points = list[tuple[float, float]]
-
-
-def points(run: Run, split: str, metric: str, factor: float = 1.0, of_set: str | None = None) -> Points:
-    """(step, value) of every finite value of a metric."""
-    lines = run.evaluations(of_set) if split == "eval" else [line for line in run.lines if line.split == split]
-    found = [(line.step, line.values[metric] * factor) for line in lines if metric in line.values]
-    return [(float(x), y) for x, y in found if math.isfinite(y)]
-
-
-def thinned(curve: Points, most: int = MOST_POINTS) -> Points:
-    """At most so many points: means over equal pieces of the curve."""
-    if len(curve) <= most:
-        return curve
-    edges = [round(i * len(curve) / most) for i in range(most + 1)]
-    pieces = [curve[a:b] for a, b in itertools.pairwise(edges)]
-    return [(sum(x for x, _ in p) / len(p), sum(y for _, y in p) / len(p)) for p in pieces]
-
-
-def smoothed(curve: Points) -> Points:
-    """The centred moving average over a fortieth of the curve."""
-    half = max(len(curve) // 80, 1)
-    sums = [0.0]
-    for _, y in curve:
-        sums.append(sums[-1] + y)
-    ends = [(max(i - half, 0), min(i + half + 1, len(curve))) for i in range(len(curve))]
-    return [(x, (sums[b] - sums[a]) / (b - a)) for (x, _), (a, b) in zip(curve, ends, strict=True)]
-
-
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from ``low`` to ``high``, about so many."""
-    span = high - low
-    if not span > 0 or not math.isfinite(span):
-        return [low]
-    step = 10 ** math.floor(math.log10(span / count))
-    step *= next((m for m in (1, 2, 5, 10) if span / (step * m) <= count), 10)
-    first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def number(value: float) -> str:
-    """A number of an axis or a table, short."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if size >= 1e6:
-        return f"{value / 1e6:.3g}M"
-    if size >= 1e4:
-        return f"{value / 1e3:.3g}k"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if size < 1e-3 else f"{value:.4g}"
+    @property
+    def last(self) -> float:
+        """What it ends with, as its label says: held out where there is that, else in training."""
+        return (self.held or smoothed(self.train))[-1][1]
 
 
 def chart(panel: Panel, runs: Sequence[Run], of_set: str | None = None) -> str | None:
-    """The panel as an SVG figure; None where no run has the metric."""
-    series = []
-    for index, run in enumerate(runs):
-        train = [] if of_set else points(run, "train", panel.metric, panel.factor)
-        series.append((index, run, train, points(run, "eval", panel.metric, panel.factor, of_set)))
-    if not any(train or held for *_, train, held in series):
+    """The panel as an SVG figure; None where no run has the metric.
+
+    ``of_set`` draws a held-out set alone. Without it, the sets of a single run are drawn beside all its held-out text.
+    """
+    curves = [curve for curve in _curves(panel, runs, of_set) if curve.train or curve.held]
+    if not curves:
         return None
-    teacher = points(runs[0], "eval", panel.teacher, panel.factor, of_set) if panel.teacher else []
-    x_of, y_of, axes = _axes(panel, series, teacher)
-
-    def path(curve: Points) -> str:
-        return " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in curve)
-
-    drawn = [axes]
-    if teacher:
-        level = y_of(teacher[-1][1])
-        drawn.append(
-            f'<line class="teacher" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{level:.1f}" y2="{level:.1f}"/>'
-            f'<text class="teacher-name" x="{WIDTH - RIGHT}" y="{level - 4:.1f}" text-anchor="end">teacher</text>'
-        )
-    for index, run, train, held in series:
-        colour = COLOURS[index % len(COLOURS)]
-        drawn.append(f'<g class="run run-{index}" style="--c:{colour}"><title>{escape(run.name)}</title>')
-        if train:
-            thin = thinned(train)
-            noisy = len(train) > 40
-            drawn.append(f'<polyline class="train{" faint" if noisy else ""}" points="{path(thin)}"/>')
-            if noisy:
-                drawn.append(f'<polyline class="smooth" points="{path(thinned(smoothed(train)))}"/>')
-            if panel.metric == "grad_norm":
-                drawn += _skipped(run, x_of)
-        if held:
-            drawn.append(f'<polyline class="held" points="{path(held)}"/>')
-            drawn += [f'<circle class="point" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3"/>' for x, y in held]
-        drawn.append("</g>")
-    title = f"{panel.title}{f', {of_set}' if of_set else ''}"
-    label = f"{title} by optimizer step, {panel.unit}" if panel.unit else f"{title} by optimizer step"
+    teacher = _teacher(panel, runs, of_set)
+    means = [smoothed(curve.train) if curve.noisy else curve.train for curve in curves]
+    whole = [line for line in (*means, *(curve.held for curve in curves), teacher[-1:]) if line]
+    axes = axes_for(panel, [curve.train for curve in curves if curve.noisy], whole)
+    pieces = pieces_for(len(runs))
+    drawn = "".join(_drawn(curve, pieces) for curve in curves)
+    clip = _clip(panel, runs)
+    levels = [("teacher", teacher[-1][1], "teacher")] if teacher else []
+    levels += [("clip", clip, "clipped")] if clip is not None and axes.linear.low < clip < axes.linear.high else []
+    first, last = axes.x.low, axes.x.high
+    drawn += "".join(f'<path class="level {kind}" d="M{first:g} {y:.5g}L{last:g} {y:.5g}"/>' for kind, y, _ in levels)
+    ends = [(f"{c.group} c{c.colour}", c.last, number(c.last)) for c in curves]
+    ends += [(f"level {kind}", y, name) for kind, y, name in levels]
+    title = f"{panel.title}, {of_set}" if of_set else panel.title
+    log = f' data-log="{axes.matrix(axes.log)}"' if axes.log else ""
+    button = '<button type="button" class="scale" hidden>log</button>' if axes.log else ""
     return (
-        f'<figure class="chart" data-metric="{panel.metric}" data-set="{escape(of_set or "")}">'
-        f"<figcaption>{escape(title)} <span>{escape(panel.unit)}</span></figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(drawn)}</svg></figure>'
+        f'<figure class="chart" tabindex="0" data-first="{first:g}" data-last="{last:g}"'
+        f"{' data-log-first' if axes.log_first else ''}{' data-nats' if panel.metric.startswith('ce_') else ''}>"
+        f"<figcaption>{escape(title)} <span>{escape(panel.unit)}</span>{button}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(_said(title, panel, curves))}">'
+        f"{_grid(axes)}{_marks(runs, axes) if panel.marks else ''}"
+        f'<svg class="inner" x="{LEFT - _ROOM}" y="{TOP}" width="{INNER_WIDTH + 2 * _ROOM}" height="{INNER_HEIGHT}" '
+        f'viewBox="{-_ROOM} 0 {INNER_WIDTH + 2 * _ROOM} {INNER_HEIGHT}">'
+        f'<g class="plot" transform="{axes.matrix(axes.linear)}"{log}>{drawn}</g></svg>'
+        f"{_ends(ends, axes)}</svg></figure>"
     )
 
 
-def _skipped(run: Run, x_of: Callable[..., float]) -> list[str]:
-    """Steps that changed nothing, as crosses at the foot of the panel."""
-    steps = [line.step for line in run.lines if line.split == "train" and line.values.get("skipped")]
-    at = HEIGHT - BOTTOM - 8
-    return [
-        f'<path class="skipped" d="M{x_of(step) - 3:.1f} {at} l6 6 m0 -6 l-6 6"><title>{step} skipped</title></path>'
-        for step in steps[:200]
-    ]
+def _curves(panel: Panel, runs: Sequence[Run], of_set: str | None) -> list[Curve]:
+    def held(run: Run, name: str | None) -> Points:
+        return points(run, "eval", panel.metric, panel.factor, name)
+
+    found = []
+    for index, run in enumerate(runs):
+        train = [] if of_set else points(run, "train", panel.metric, panel.factor)
+        found.append(Curve(run.name, index % COLOURS, f"run-{index}", train, held(run, of_set)))
+    if len(runs) == 1 and of_set is None:
+        for index, name in enumerate(runs[0].sets()):
+            found.append(Curve(name, (index + 1) % COLOURS, f"set-{index}", [], held(runs[0], name)))
+    return found
 
 
-def _axes(panel: Panel, series: list, teacher: Points) -> tuple[Callable[..., float], Callable[..., float], str]:
-    curves = [curve for *_, train, held in series for curve in (train, held) if curve]
-    last = max(x for curve in curves for x, _ in curve)
-    first = min(x for curve in curves for x, _ in curve)
-    low, high = _range([*curves, teacher[-1:]])
-    log = panel.logarithmic and low > 0 and high / low > 30
-    if panel.from_zero and not log:
-        low = min(low, 0.0)
-    if high <= low:
-        low, high = (low * 0.9, high * 1.1) if low else (-1.0, 1.0)
-    if log:
-        low, high = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high))
-        marks = [10.0**e for e in range(round(math.log10(low)), round(math.log10(high)) + 1)]
-    else:
-        margin = 0.05 * (high - low)
-        low, high = low - (0 if panel.from_zero and low >= 0 else margin), high + margin
-        marks = ticks(low, high)
-    scale = (lambda y: math.log(max(y, low))) if log else (lambda y: y)
-    span, width = (scale(high) - scale(low)) or 1.0, (last - first) or 1.0
+def _teacher(panel: Panel, runs: Sequence[Run], of_set: str | None) -> Points:
+    if panel.teacher is None:
+        return []
+    found = (points(run, "eval", panel.teacher, panel.factor, of_set) for run in runs)
+    return next((curve for curve in found if curve), [])
 
-    def x_of(x: float) -> float:
-        return LEFT + (x - first) / width * (WIDTH - LEFT - RIGHT)
 
-    def y_of(y: float) -> float:
-        inside = min(max(y, low), high)  # what is outside the range lies on its border
-        return HEIGHT - BOTTOM - (scale(inside) - scale(low)) / span * (HEIGHT - TOP - BOTTOM)
+def _clip(panel: Panel, runs: Sequence[Run]) -> float | None:
+    """The gradient norm from which on every run clips, where they agree on one."""
+    sections = [run.config.get("optimizer") for run in runs]
+    norms = {section.get("clip_norm") if isinstance(section, dict) else None for section in sections}
+    norm = norms.pop() if len(norms) == 1 and panel.metric == "grad_norm" else None
+    return float(norm) if isinstance(norm, (int, float)) and norm > 0 else None
 
-    parts = [
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}"/>'
-        f'<text class="tick" x="{LEFT - 7}" y="{y_of(y) + 3.5:.1f}" text-anchor="end">{number(y)}</text>'
-        for y in marks
-    ]
+
+def _drawn(curve: Curve, pieces: int) -> str:
+    """Curves in the units of the data; a dot is a line of no length with a round end."""
+    found = []
+
+    def add(kind: str, line: Points, dots: bool = False) -> None:
+        places = (f"{x} {y:.5g}" for x, y in line)
+        path = "".join(f"M{at}h0" for at in places) if dots else "M" + "L".join(places)
+        found.append(f'<path class="{kind}" d="{path}"/>')
+
+    if curve.train:
+        dots = len(curve.train) == 1
+        add("train faint" if curve.noisy else "train", thinned(curve.train, pieces), dots)
+        if curve.noisy:
+            add("mean", smoothed(curve.train, pieces))
+    if curve.held:
+        if not curve.noisy:  # a mean leads the eye from dot to dot better than a line does
+            add("held", curve.held)
+        add("dots", curve.held, dots=True)
+    return f'<g class="{curve.group} c{curve.colour}" data-name="{escape(curve.name)}">{"".join(found)}</g>'
+
+
+def _grid(axes: Axes) -> str:
+    """Lines and numbers of both axes of values, of which one is shown, and numbers of the steps."""
+    parts = []
+    for kind, axis in (("lin", axes.linear), ("log off", axes.log)):
+        if axis is not None:
+            lines = "".join(
+                f'<path class="grid" d="M{LEFT} {axis.y(y):.1f}h{INNER_WIDTH}"/>'
+                f'<text class="tick" x="{LEFT - 7}" y="{axis.y(y) + 3.7:.1f}" text-anchor="end">{number(y)}</text>'
+                for y in axis.ticks
+            )
+            parts.append(f'<g class="{kind}">{lines}</g>')
     parts += [
-        f'<text class="tick" x="{x_of(x):.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{x:,.0f}</text>'
-        for x in ticks(first, last, 6)
-        if x == round(x)
+        f'<text class="tick" x="{axes.x.x(x):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{x:,.0f}</text>'
+        for x in axes.x.ticks
     ]
-    where = f'data-x0="{first}" data-x1="{last}" data-left="{LEFT}" data-right="{WIDTH - RIGHT}"'
-    return x_of, y_of, f'<g class="axes" {where}>{"".join(parts)}</g>'
+    return "".join(parts)
 
 
-def _range(curves: Sequence[Points]) -> tuple[float, float]:
-    """Lowest and highest value, without the few outliers of long curves."""
-    lows, highs = [], []
+def _ends(ends: Sequence[tuple[str, float, str]], axes: Axes) -> str:
+    """What each curve ends with, written where it ends, on either axis."""
+    linear = apart([axes.linear.y(y) for _, y, _ in ends])
+    log = apart([axes.log.y(y) for _, y, _ in ends]) if axes.log else linear
+    x = WIDTH - RIGHT + 7
+    return "".join(
+        f'<text class="end {kind}" x="{x}" y="{a + 3.7:.1f}" data-y="{b + 3.7:.1f}">{escape(text)}</text>'
+        for (kind, _, text), a, b in zip(ends, linear, log, strict=True)
+    )
+
+
+def _marks(runs: Sequence[Run], axes: Axes) -> str:
+    """Steps at which guards acted, or a number was none, at the foot of the panel."""
+    found = []
+    for index, run in enumerate(runs):
+        for step, (text, quiet) in list(run.marks().items())[:MOST_MARKS]:
+            at = f"M{axes.x.x(step) - 3.5:.1f} {TOP + INNER_HEIGHT - 1}l3.5 -7l3.5 7z"
+            kind = "mark quiet" if quiet else "mark"
+            found.append(f'<path class="{kind} run-{index}" d="{at}"><title>step {step}: {escape(text)}</title></path>')
+    return "".join(found)
+
+
+def _said(title: str, panel: Panel, curves: Sequence[Curve]) -> str:
+    """The panel in words."""
+    parts = []
     for curve in curves:
-        values = sorted(y for _, y in curve)
-        if values:
-            cut = len(values) // 100
-            lows.append(values[cut])
-            highs.append(values[len(values) - 1 - cut])
-    return min(lows), max(highs)
+        line, what = (curve.held, "held out") if curve.held else (curve.train, "in training")
+        (a, begin), (b, end) = line[0], line[-1]
+        parts.append(f"{curve.name}, {what}: {number(begin)} at step {a:,}, {number(end)} at step {b:,}")
+    unit = f", {panel.unit}" if panel.unit else ""
+    return f"{title} by optimizer step{unit}. {'; '.join(parts)}."
