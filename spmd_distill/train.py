@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from typing import Any, Literal
 
+import jax
 from rich.console import Console
 from rich.markup import escape
 
@@ -67,7 +68,8 @@ def distil(
         with progress.stage("compiling the training step"):
             step = compile_train_step(setup.run, setup.tx, loader.batch(0), skip_of(config))
         needed = None if step.memory is None else step.memory.total
-        check_memory(config, needed, mapper.devices, mapper.layout.batch_shards)
+        mine = [device for device in mapper.devices if device.process_index == jax.process_index()]
+        all_or_none(lambda: check_memory(config, needed, mine, mapper.layout.batch_shards))
         with progress.stage("placing the teacher's weights"):
             teacher = setup.pair.load_teacher(setup.run.mapper)
         stop.check()
