@@ -187,17 +187,17 @@ def test_a_dynamic_scale_halves_with_an_overflow_and_doubles_after_good_steps():
 
 def test_float16_computes_behind_a_dynamic_scale():
     """Gradients of a mean over many tokens are below what float16 has; with the scale, they are those of float32."""
-    found = {}
+    found, rules = {}, {scale: scaled(loss_scale=scale) for scale in (None, "dynamic")}
+    weights, taught = (jax.tree.map(np.float32, x) for x in (PARAMS, params_of(TEACHER, 1)))
     with jax.enable_x64(False):
         single = decoder(replace(MODEL.config, param_dtype="float32"))
         teacher = OnlineTeacher(decoder(replace(TEACHER, param_dtype="float32")))
-        weights, taught = (jax.tree.map(np.float32, x) for x in (PARAMS, params_of(TEACHER, 1)))
         wide = micro(documents(), 1)
         many = jax.tree.map(lambda x: np.tile(x, (1, 4096, 1)), wide)
         for kind, scale in (("float32", None), ("float16", None), ("float16", "dynamic")):
             mapping = make_mapper("vmap", "single")
             run = Distillation(single, teacher, MIX, mapping, FusedHead(chunk=512), jnp.dtype(kind))
-            rule = scaled(loss_scale=scale)
+            rule = rules[scale]
             state = create_state(run, rule, jax.tree.map(jnp.array, weights), 0)
             _, metrics, grads = run.train_step(rule, return_gradients=True)(state, taught, many)
             assert float(metrics["skipped"].value) == 0
