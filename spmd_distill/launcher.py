@@ -128,6 +128,10 @@ class Launcher:
 
     def _relay(self, number: int, stream: IO[bytes] | None) -> None:
         assert stream is not None
+        with stream:
+            self._relay_lines(number, stream)
+
+    def _relay_lines(self, number: int, stream: IO[bytes]) -> None:
         for line in stream:
             text = line.decode(errors="replace").rstrip("\r\n")
             if _CHATTER.match(text):

@@ -1,0 +1,159 @@
+"""The launcher alone, with small programs in place of `spmd-distill`: who dies, who is started again, what is said."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from spmd_distill.cli import main
+from spmd_distill.launcher import Group, Launcher, environment
+
+HEAD = "import os, signal, sys, time; from pathlib import Path; me = int(os.environ['SPMD_DISTILL_PROCESS_ID'])\n"
+
+
+def launch(program: str, *, restarts: int = 2, arguments: tuple[str, ...] = ()) -> tuple[int, list[str], int]:
+    """The exit code of a group of three, what it said, and how often it was started."""
+    said, starts = [], []
+
+    def command() -> tuple[str, ...]:
+        starts.append(time.monotonic())
+        return arguments
+
+    group = Group(3, 2, restarts, backoff=0.01, program=(sys.executable, "-c", HEAD + program))
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    code = Launcher(group, said.append).run(command)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    return code, said, len(starts)
+
+
+def test_all_that_is_said_comes_with_its_number():
+    code, said, starts = launch(
+        "print('out', me); print('err', me, file=sys.stderr); print('[Gloo] Rank 1 is connected to 1')"
+    )
+    assert (code, starts) == (0, 1)
+    assert sorted(said) == sorted(f"[{i}] {what} {i}" for i in range(3) for what in ("out", "err"))
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "process 1 ended with code 3"),
+        ("os.kill(os.getpid(), 9)", 137, "process 1 was killed by SIGKILL"),
+    ],
+)
+def test_it_gives_up_after_its_restarts(how, code, words):
+    found, said, starts = launch(f"{how} if me == 1 else time.sleep(60)")
+    assert (found, starts) == (code, 3)
+    assert said[0] == f"launch: {words}; all are killed, restart 1 of 2 in 0.01 s"
+    assert said[-1] == f"launch: {words}; given up after 2 restart(s)"
+
+
+def test_it_goes_on_after_a_death(tmp_path):
+    program = """
+mark = Path(sys.argv[1]) / "died"
+if not mark.exists():
+    if me == 2:
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+print("done")
+"""
+    code, said, starts = launch(program, arguments=(str(tmp_path),))
+    assert (code, starts) == (0, 2)
+    assert sorted(said[1:]) == ["[0] done", "[1] done", "[2] done"]
+
+
+def test_a_mistake_is_said_once_and_not_repeated():
+    code, said, starts = launch("print('spmd-distill: error: no such file', file=sys.stderr); os._exit(2)")
+    assert (code, said, starts) == (2, ["spmd-distill: error: no such file"], 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_handed_on_and_all_end_well(number, tmp_path):
+    program = f"""
+def save(number, frame):
+    print("saved after", signal.Signals(number).name)
+    sys.exit(0)
+signal.signal({int(number)}, save)
+(Path(sys.argv[1]) / str(me)).touch()
+time.sleep(60)
+"""
+    threading.Thread(target=_signal_once_all_are_there, args=(tmp_path, number, 1)).start()
+    code, said, starts = launch(program, arguments=(str(tmp_path),))
+    assert (code, starts) == (0, 1)
+    assert sorted(said) == [f"[{i}] saved after {number.name}" for i in range(3)]
+
+
+def test_a_second_signal_kills(tmp_path):
+    program = "signal.signal(15, signal.SIG_IGN); (Path(sys.argv[1]) / str(me)).touch(); time.sleep(60)"
+    threading.Thread(target=_signal_once_all_are_there, args=(tmp_path, signal.SIGTERM, 2)).start()
+    code, _, starts = launch(program, arguments=(str(tmp_path),))
+    assert (code, starts) == (137, 1)
+
+
+def _signal_once_all_are_there(folder: Path, number: int, times: int) -> None:
+    while len(list(folder.iterdir())) < 3:
+        time.sleep(0.01)
+    for _ in range(times):
+        os.kill(os.getpid(), number)
+        time.sleep(0.3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_nothing_stays_behind_a_launcher_that_is_killed(tmp_path):
+    program = HEAD + (
+        "from spmd_distill.launcher import end_with_launcher; end_with_launcher()\n"
+        "(Path(sys.argv[1]) / str(os.getpid())).touch(); time.sleep(60)"
+    )
+    script = (
+        "import sys; from spmd_distill.launcher import Group, Launcher\n"
+        f"Launcher(Group(2, 1, program=(sys.executable, '-c', {program!r}))).run(lambda: [{str(tmp_path)!r}])"
+    )
+    path = os.pathsep.join(sys.path)
+    launcher = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path})
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.01)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and any(_runs(int(p.name)) for p in tmp_path.iterdir()):
+        time.sleep(0.05)
+    assert not any(_runs(int(p.name)) for p in tmp_path.iterdir())
+
+
+def _runs(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_each_process_knows_its_place():
+    given = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8 --other=1", "PATH": "x"}
+    found = environment(Group(2, 4, heartbeat=7), 1, 4711, given)
+    assert found["XLA_FLAGS"].split()[:2] == ["--other=1", "--xla_force_host_platform_device_count=4"]
+    names = ("COORDINATOR", "PROCESSES", "PROCESS_ID", "HEARTBEAT")
+    assert [found[f"SPMD_DISTILL_{name}"] for name in names] == ["127.0.0.1:4711", "2", "1", "7"]
+    assert found["PATH"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["-n", "0", "train", "x.yaml"], "--processes is 0; it must be at least 1"),
+        (["--max-restarts", "-1", "train", "x.yaml"], "--max-restarts is -1; it must be at least 0"),
+        (["-n", "2"], "launch takes a command, train or demo, after its own options; found nothing"),
+        (["verify"], "found 'verify'"),
+        (["train", "missing.yaml"], "missing.yaml"),
+        (["train"], "train takes a run file"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_started(given, words, capfd):
+    assert main(["launch", *given]) == 2
+    found = capfd.readouterr()
+    assert found.err.count("\n") == 1 and words in found.err and not found.out
