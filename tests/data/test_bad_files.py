@@ -4,6 +4,8 @@ import json
 import random
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from test_encode import SMOLLM2, TALK, make
@@ -106,6 +108,19 @@ def test_a_damaged_row_group_leaves_the_others(tmp_path):
     with pytest.raises(BadRecord, match=r"a.parquet, row 2: damaged: its row group 0 cannot be read"):
         source[1]
     assert [source[i].value["text"][0] for i in range(2, 6)] == list("2345")
+
+
+def test_one_changed_letter_of_a_parquet_file_with_checksums_is_seen(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": ["the cat sat on the mat"]})
+    pq.write_table(
+        table, path, compression="none", use_dictionary=False, write_page_checksum=True, write_statistics=False
+    )
+    data = path.read_bytes()
+    assert data.count(b"the cat") == 1
+    path.write_bytes(data.replace(b"the cat", b"the bat"))
+    with pytest.raises(BadRecord, match=r"a.parquet, row 1: damaged: .*CRC"):
+        open_source(path)[0]
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from spmd_distill.data import BadRecord, Intake, PackedRows, Record, TokenTable, make_encoder, plan
 from spmd_distill.data.base import AbstractSource
@@ -174,6 +174,9 @@ THINKS = (  # thoughts stay in the last answer alone, as in the templates of rea
         (GEMMA, [TALK[0], *TALK], "Roles must alternate"),
         (MARKED.replace("{% endg", "{% generation %}{% endgeneration %}{% endg"), TALK,
          "nests or changes its {% generation %} blocks"),
+        (MARKED.replace("{% generation %}{{", "{% set x %}{% generation %}{{ ' ' +")
+         .replace("{% endgeneration %}", "{% endgeneration %}{% endset %}{{ x | trim }}"), TALK,
+         "nests or changes its {% generation %} blocks"),
         (MARKED.replace("m['role'] == 'assistant'", "false"), TALK, "wrote no {% generation %} block"),
         (MARKED, [TALK[0], {"role": "assistant", "content": "\ufdd0"}], r"hold the characters U\+FDD0"),
         ("{{ messages[7].content.x }}", TALK, "cannot write these 4 messages"),
@@ -236,6 +239,22 @@ def test_padding_that_is_the_eos_does_not_matter():
     assert example.tokens[-1] == tokenizer.eos_id and example.loss.tolist() == [False, False, True, True]
     ended = make_encoder(tokenizer, loss="completion")(Record({"prompt": "a", "completion": "b<|im_end|>"}, "x"))
     assert ended.tokens.tolist().count(tokenizer.eos_id) == 1 and ended.loss[-1]
+
+
+def test_an_eos_that_the_tokenizer_adds_itself_is_learned_and_not_doubled():
+    tokenizer = make()
+    inner = Tokenizer.from_str(tokenizer._tokenizer.to_str())
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    inner.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A <|im_end|>", special_tokens=[("<|begin_of_text|>", bos), ("<|im_end|>", eos)]
+    )
+    around = TextTokenizer(inner, tokenizer.roles)
+    record = Record({"prompt": "the", "completion": " cat"}, "x")
+    example = make_encoder(around, loss="completion")(record)
+    assert example.tokens.tolist() == [bos, *tokenizer.encode("the cat").tolist(), eos]
+    assert example.loss.tolist() == [False, False, True, True]
+    bare = make_encoder(around, loss="completion", add_special=False)(record)
+    assert bare.tokens.tolist() == tokenizer.encode("the cat").tolist() and bare.loss.tolist() == [False, True]
 
 
 def test_text_is_learned_whole_with_an_eos_behind_it():
@@ -396,6 +415,9 @@ def test_bad_records_are_errors_or_skipped_and_counted_by_reason():
         "  given, line 5: not JSON: line 2",
         "  and 1 more",
     ]
+    assert encode.cut == 1 and Intake(source, encode).report().cut == 0, "counted for each source by itself"
+    again = Intake(source, encode, on_bad="skip")
+    assert len(list(again)) == 3 and again.report().cut == 1 and encode.cut == 2
     assert Intake(source, encode).example(0) is not None and intake.example(1) is None
     with pytest.raises(UserError, match=r"given: all 2 records are bad. The first: given, line 1: not JSON: x; given"):
         list(Intake(Given(["not JSON: x", {}]), encode, on_bad="skip"))
