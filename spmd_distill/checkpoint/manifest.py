@@ -30,6 +30,8 @@ def verify_step(folder: Path) -> str | None:
     """Hash every file of a step's folder against its manifest, several at a time: what is wrong with it, or None."""
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
+        if not files:
+            return f"its {MANIFEST} lists no file"
         for name, expected in files.items():
             if not (folder / name).is_file():
                 return f"{name} is missing"

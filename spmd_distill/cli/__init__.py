@@ -5,25 +5,26 @@ A module of a subcommand has ``add(commands)``, which declares its arguments and
 """
 
 import argparse
+import importlib
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
-from spmd_distill.cli import demo, eval, export, init, launch, prune, report, train, verify
 from spmd_distill.config import setting_names
 from spmd_distill.errors import UserError
 from spmd_distill.launcher import MISTAKE, USER_MISTAKE
 
-SUBCOMMANDS = (demo, init, train, launch, eval, report, export, prune, verify)
-"""In the order that ``spmd-distill --help`` lists them."""
+SUBCOMMANDS = ("demo", "init", "train", "launch", "eval", "report", "export", "prune", "verify", "doctor")
+"""Modules of this package, in the order that ``spmd-distill --help`` lists them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code.
 
-    0 done, or stopped by a signal with all of it saved; 1 a proof failed; 2 a mistake of the user's; 130 interrupted.
+    0 done, or stopped by a signal with all of it saved; 1 a proof failed, or the doctor found a problem; 2 a mistake
+    of the user's; 130 interrupted.
     """
     parser = build_parser()
     options, rest = parser.parse_known_args(join_settings(sys.argv[1:] if arguments is None else arguments))
@@ -80,6 +81,6 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in SUBCOMMANDS:
-        module.add(commands)
+    for name in SUBCOMMANDS:
+        importlib.import_module(f"{__name__}.{name}").add(commands)
     return parser

@@ -31,6 +31,8 @@ def parse_line(text: str) -> Line:
         step, split, seconds = (found.pop(key) for key in ("step", "split", "seconds"))
         which = found.pop("set", None)
         values = {name: float(odd[name] if value is None else value) for name, value in found.items()}
+        if type(step) is not int:
+            raise TypeError("step")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"expected a JSON object with step, split and seconds, found {text[:80]!r}") from error
     return Line(step, split, seconds, values, which)
@@ -47,11 +49,12 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[Line]:
 
 def _lines(path: Path) -> Iterator[tuple[Line, str]]:
     """Each whole line, read and as it stands."""
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            if not text.endswith("\n"):
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
                 return
             try:
+                text = line.decode("utf-8")
                 yield parse_line(text), text
             except ValueError as error:
                 raise UserError(f"{path}, line {number}: {error}; delete the line") from error

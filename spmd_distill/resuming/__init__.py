@@ -2,7 +2,7 @@
 
 from spmd_distill.resuming.session import Session, resumable
 from spmd_distill.resuming.settings import Change, changes, changes_table, check_changes, saved_settings
-from spmd_distill.resuming.sources import Sources, fingerprint_weights
+from spmd_distill.resuming.sources import Sources, difference, fingerprint_weights
 
 __all__ = [
     "Change",
@@ -11,6 +11,7 @@ __all__ = [
     "changes",
     "changes_table",
     "check_changes",
+    "difference",
     "fingerprint_weights",
     "resumable",
     "saved_settings",

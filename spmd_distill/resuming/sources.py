@@ -52,7 +52,7 @@ class Sources:
         if known["teacher"] != self._found["teacher"]:
             notes.append(
                 f"The run in {folder} had another teacher than {self._teacher}: "
-                f"{_difference(known['teacher'], self._found['teacher'])}."
+                f"{difference(known['teacher'], self._found['teacher'])}."
             )
         if known["heldout"] != self._found["heldout"]:
             notes.append(
@@ -98,7 +98,8 @@ def _line(path: Path) -> str:
         return f"{size} bytes, sha256 of samples {digest.hexdigest()}"
 
 
-def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+def difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """In what two fingerprints of weights differ first, in words."""
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name):
             found = [_short(lines.get(name, "not there")) for lines in (old, new)]

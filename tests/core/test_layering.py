@@ -26,7 +26,7 @@ LAYERS = (
     ("build",),
     ("scoring", "saving", "finish"),
     ("loop",),
-    ("train", "proof", "runs", "report"),
+    ("train", "proof", "runs", "report", "doctor"),
     ("cli", "__init__"),
     ("__main__",),
 )
