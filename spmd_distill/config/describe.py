@@ -5,13 +5,16 @@ import dataclasses
 import inspect
 import itertools
 import textwrap
+import types
 from collections.abc import Collection, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from spmd_distill.config.parse import expected, section_of, type_of
+from spmd_distill.config.data import SourceConfig
+from spmd_distill.config.objective import TermConfig
+from spmd_distill.config.parse import section_of
 from spmd_distill.config.run import RunConfig, to_dict
 
 WIDTH = 100
@@ -62,36 +65,78 @@ def _flow(value: Any) -> str:
 
 
 def settings_page() -> str:
-    """The page of all settings, in Markdown."""
+    """The page of all settings, in Markdown: a table a section, and the mappings that some settings hold."""
+    sections = {f.name: section_of(f) for f in dataclasses.fields(RunConfig) if section_of(f)}
     lines = [
         "# Settings",
         "",
-        "Every setting of a run file, with its type and default. `spmd-distill init` writes them all into a new run",
-        "file. This page is made from the settings themselves: `python -m spmd_distill.config.describe`.",
+        "Every setting of a [run file](run-files.md). As a flag it has its section's name before its own,",
+        "`--optimizer.learning_rate 1e-4`. `spmd-distill init` writes a run file with all of this in it as comments.",
+        "",
+        "This page is made from the settings themselves, by `python -m spmd_distill.config.describe`.",
+        "",
+        ", ".join(f"[`{name}`](#{name})" for name in sections),
+        "",
+        *_table(RunConfig),
     ]
-    lines += ["", "| Setting | Type | Default | |", "|---|---|---|---|"]
-    plain = [f for f in dataclasses.fields(RunConfig) if not section_of(f)]
-    lines += [_row(RunConfig, f, "") for f in plain]
-    for field in dataclasses.fields(RunConfig):
-        if inner := section_of(field):
-            lines += ["", f"## {field.name}", "", " ".join((inner.__doc__ or "").replace("``", "`").split())]
-            lines += ["", "| Setting | Type | Default | |", "|---|---|---|---|"]
-            lines += [_row(inner, f, f"{field.name}.") for f in dataclasses.fields(inner)]
+    for name, cls in sections.items():
+        lines += ["", f"## {name}", "", *_paragraph(cls), "", *_table(cls)]
+    for title, cls, said in _MAPPINGS:
+        lines += ["", f"## {title}", "", said, "", *_table(cls)]
     return "\n".join(lines) + "\n"
 
 
-def _row(cls: Any, field: dataclasses.Field[Any], prefix: str) -> str:
-    value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore
-    kind = expected(type_of(prefix + field.name)).removeprefix("one of ")
-    cells = (f"`{field.name}`", kind, f"`{_flow(to_dict_value(value))}`", descriptions(cls).get(field.name, ""))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+_MAPPINGS = (
+    ("A source", SourceConfig, "An entry of `data.train` or `data.heldout` that is not just a path."),
+    ("A term", TermConfig, "An entry of `objective.terms`. See [Objectives](objectives.md)."),
+)
 
 
-def to_dict_value(value: Any) -> Any:
-    """A default in the types of YAML."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return to_dict(value)
-    return [to_dict_value(v) for v in value] if isinstance(value, (list, tuple)) else value
+def _paragraph(cls: Any) -> list[str]:
+    return textwrap.wrap(" ".join((cls.__doc__ or "").replace("``", "`").split()), 120, break_on_hyphens=False)
+
+
+def _table(cls: Any) -> list[str]:
+    written, hints, said = _annotations(cls), get_type_hints(cls), descriptions(cls)
+    named = {"Number": "number or [schedule](objectives.md#schedules)", "Any": "as described"}
+    rows = [
+        (f"`{f.name}`", named.get(written[f.name]) or _kind(hints[f.name]), _default(f), said[f.name])
+        for f in dataclasses.fields(cls)
+        if not section_of(f)
+    ]
+    cells = [("Setting", "Value", "Default", "Meaning"), ("---",) * 4, *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+
+
+def _annotations(cls: Any) -> dict[str, str]:
+    """The type of every field, as it is written."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    fields = [node for node in definition.body if isinstance(node, ast.AnnAssign)]
+    return {ast.unparse(field.target): ast.unparse(field.annotation) for field in fields}
+
+
+def _kind(kind: Any) -> str:
+    plain = {int: "integer", float: "number", str: "text", bool: "`true`, `false`", type(None): "null"}
+    if kind in plain:
+        return plain[kind]
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return ", ".join(f"`{name}`" for name in inside)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_kind, inside))
+    if origin is tuple:
+        return f"list of {_kind(inside[0])}"
+    if dataclasses.is_dataclass(kind):
+        return f"[mapping](#{next(title for title, cls, _ in _MAPPINGS if cls is kind).lower().replace(' ', '-')})"
+    return "mapping"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        return "required"
+    value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+    return f"`{_flow(list(value) if isinstance(value, tuple) else value)}`"
 
 
 if __name__ == "__main__":

@@ -20,13 +20,14 @@ class GuardsConfig:
     spike: Literal["off", "warn", "skip", "stop"] = "warn"
     """What happens at a loss above ``spike_factor`` times the running median. ``skip`` leaves the update out."""
     spike_factor: float = 3.0
+    """How many times the running median a loss may be, more than 1."""
     spike_window: int = 50
     """Steps that the median runs over. Until so many are there, nothing is judged."""
     memory: float | None = 0.8
     """The share of a device's memory that the training step may need. More is refused before it starts, with a change
     that needs less. Null turns it off."""
     device_memory_gib: float | None = None
-    """What a device has, where that is not known or not all ours. Null asks the device; a CPU does not say."""
+    """GiB that a device has, where that is not known or not all ours. Null asks the device; a CPU does not say."""
 
     def check(self) -> None:
         """Raise `UserError` for a number that no guard can use."""

@@ -95,7 +95,7 @@ class HeadConfig:
     chunk: int | None = None
     """Tokens a chunk; null chooses from the budget."""
     memory_budget_mib: int | None = None
-    """What one chunk's logits may take on a device; null balances them with the gradient of the unembedding."""
+    """MiB that one chunk's logits may take on a device; null balances them with the gradient of the unembedding."""
     logits_dtype: Literal["float32", "bfloat16"] = "float32"
     """What a chunk's logits are held in (float32 is float64 where the computation is). bfloat16 halves their memory and
     rounds them to 8 bits."""

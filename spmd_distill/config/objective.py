@@ -76,9 +76,13 @@ class TermConfig:
     """One entry of ``objective.terms``."""
 
     divergence: Any
+    """As in the section; also ``{ce: {label_smoothing: 0.1}}`` and ``z_loss``, the losses on the labels."""
     weight: Number = 1.0
+    """What the term's mean over valid tokens is multiplied by."""
     temperature: Number = 1.0
+    """What the logits of both models are divided by."""
     scale_by_temperature_squared: bool = True
+    """Multiply the term by the temperature squared, so that its gradient keeps its size."""
 
 
 @dataclass(frozen=True)

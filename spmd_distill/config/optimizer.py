@@ -33,9 +33,12 @@ class OptimizerConfig:
     no_decay: tuple[str, ...] = ("*scale", "*bias")
     """Parameters that are not decayed, by patterns for their dotted names."""
     b1: float | None = None
-    """Null is 0.9 for AdamW, and any other optimizer's own. So are ``b2`` (0.95) and ``eps`` (1e-8)."""
+    """Decay of the first moment. Null is 0.9 for AdamW, and any other optimizer's own. So it is with ``b2`` (0.95) and
+    ``eps`` (1e-8)."""
     b2: float | None = None
+    """Decay of the second moment."""
     eps: float | None = None
+    """What is added to the root of the second moment."""
     clip_norm: float | None = 1.0
     """The global gradient norm is clipped to this; null leaves it."""
     freeze: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """``spmd-distill init``: every setting is in the file it writes, and the file means what the preset means."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from spmd_distill.cli import main
 from spmd_distill.cli.demo import demo_config
 from spmd_distill.cli.init import PRESETS
 from spmd_distill.config import RunConfig, parse_config, setting_names
+from spmd_distill.config.describe import settings_page
 from spmd_distill.config.source import flatten, read_run_file
 from spmd_distill.runtime import run_files_folder
 from spmd_distill.sharding import MeshLayout
@@ -47,3 +49,10 @@ def test_presets_name_layouts_that_exist(preset):
 
 def test_the_demo_is_the_preset_for_this_machine():
     assert demo_config("runs/demo") == parse_config(path=run_files_folder() / "cpu.yaml") != RunConfig()
+
+
+def test_the_page_of_settings_is_what_the_settings_say():
+    made, page = settings_page(), Path(__file__).parents[2] / "docs/settings.md"
+    assert page.read_text() == made, "run `python -m spmd_distill.config.describe > docs/settings.md`"
+    assert all(f"| `{name.rpartition('.')[2]}` |" in made for name in setting_names())
+    assert not re.findall(r"^\|.*\|  ?\|$", made, re.M), "a setting without a docstring below it"
