@@ -14,7 +14,11 @@ from spmd_distill.errors import UserError
 from spmd_distill.optimizer import build_schedule
 from spmd_distill.runfolder import RunFolder
 
-EXACT = ("run", "eval.every", "eval.prompts", "eval.new_tokens", "checkpoint.*")
+EXACT = (
+    "run", "eval.every", "eval.prompts", "eval.new_tokens", "checkpoint.*",
+    "data.cache", "data.workers", "data.prefetch",
+    "guards.clip", "guards.teacher", "guards.memory", "guards.device_memory_gib",
+)  # fmt: skip
 """Settings that may change freely: no bit of the training depends on them."""
 BY_CONTENT = ("teacher.path", "data.train", "data.heldout")
 """Paths that may change freely: what lies there is compared by its fingerprint."""
