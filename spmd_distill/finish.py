@@ -1,46 +1,95 @@
-"""What a run leaves behind: samples, the student as a Hugging Face folder, the summary."""
+"""What a run leaves behind: what it compiled, the student as a Hugging Face folder, the summary."""
 
+import dataclasses
+import math
 import resource
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from spmd_distill.build import Setup
 from spmd_distill.compose import describe, describe_terms
 from spmd_distill.errors import UserError
-from spmd_distill.generation import generate
+from spmd_distill.head import FusedHead
 from spmd_distill.interop import ModelCard
-from spmd_distill.metrics import perplexity, results_table
+from spmd_distill.metrics import Work, perplexity, results_table
+from spmd_distill.models import Model
 from spmd_distill.pretrained import save_pretrained
+from spmd_distill.program import Compiled, analytic_flops, published_peak, step_flops
 from spmd_distill.runfolder import RunFolder
-from spmd_distill.types import Params
+from spmd_distill.types import Batch, Params
 
 COMPARED = ("kl", "kl_reverse", "top1", "acceptance")
 """Agreement with the teacher, in the summary before and after; null where an objective compares no probabilities."""
 
 
-def samples(setup: Setup, teacher: Params, student: Params) -> list[dict[str, str]]:
-    """The run file's prompts, continued greedily by teacher and student."""
-    tokenizer, wanted, run = setup.pair.tokenizer, setup.config.eval, setup.run
-    rows = min(setup.pair.teacher.config.tokens, setup.pair.student.config.tokens)
-    start = next((i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None), 0)
-    prompts = [ids if len(ids := tokenizer.encode(p)) else [start] for p in wanted.prompts]
-    found = [{"prompt": p} for p in wanted.prompts]
-    if prompts:
-        for who, model, params in (("teacher", run.teacher.model, teacher), ("student", run.student, student)):
-            done = generate(
-                model,
-                params,
-                run.mapper,
-                prompts,
-                max_new_tokens=wanted.new_tokens,
-                compute_dtype=run.compute_dtype,
-                vocab_size=min(run.objective.vocab_size or rows, tokenizer.vocab_size, rows),
-            )
-            for sample, ids in zip(found, done, strict=True):
-                sample[who] = tokenizer.decode(ids)
-    return found
+def work_of(setup: Setup, batch: Batch) -> Work:
+    """What a step on a batch like ``batch [A, B, L]`` asks for, and the most that the devices could do."""
+    run, given = setup.run, setup.config.logging.peak_tflops
+    try:
+        flops = step_flops(run, batch)
+    except UserError:  # a model of another code base that cannot be traced without its mesh
+        flops = None
+    devices = run.mapper.devices
+    one = published_peak(devices[0].device_kind, jnp.dtype(run.compute_dtype).name) if given is None else given * 1e12
+    return Work(flops, None if one is None else one * len(devices))
+
+
+def compiled_facts(setup: Setup, step: Compiled, work: Work) -> dict[str, Any]:
+    """What ``compiled.json`` holds: the program that trains, as it was really made."""
+    run, config, layout = setup.run, setup.config, setup.run.mapper.layout
+    rows = config.data.rows * config.data.micro_batches
+    student, teacher = run.student, run.teacher.model
+    formula = None
+    if isinstance(student, Model) and isinstance(teacher, Model):
+        formula = analytic_flops(student.config, teacher.config, rows, config.data.length)
+    memory = step.memory
+    return {
+        "objective": describe(run.objective),
+        "support": str(run.objective.support),
+        "vocab_size": run.objective.vocab_size,
+        "head": {"kind": run.head.name, "chunk": _chunk(setup)},
+        "mapper": run.mapper.name,
+        "layout": {"name": layout.name, "axes": dict(layout.sizes), "rules": dict(layout.rules)},
+        "devices": len(run.mapper.devices),
+        "dtypes": {
+            "compute": jnp.dtype(run.compute_dtype).name,
+            "student": _types(run.student.abstract),
+            "teacher": _types(run.teacher.model.abstract),
+            "optimizer": _types(run.abstract_state(setup.tx).opt_state),
+        },
+        "batch": {"micro_batches": config.data.micro_batches, "rows": config.data.rows, "length": config.data.length},
+        "flops_per_step": {
+            "counted": work.flops,
+            "formula": formula,
+            "xla_per_device_loops_once": step.cost.get("flops"),
+        },
+        "peak_flops_per_second": work.peak,
+        "bytes_per_device": None if memory is None else {**dataclasses.asdict(memory), "total": memory.total},
+        "compile_seconds": step.seconds,
+    }
+
+
+def _types(tree: Any) -> list[str]:
+    return sorted({jnp.dtype(x.dtype).name for x in jax.tree.leaves(tree)})
+
+
+def _chunk(setup: Setup) -> int | None:
+    """Tokens that a device's head looks at at once; None for a head that looks at all."""
+    run, data, layout = setup.run, setup.config.data, setup.run.mapper.layout
+    student, teacher = (m.config if isinstance(m, Model) else None for m in (run.student, run.teacher.model))
+    if not isinstance(run.head, FusedHead) or student is None or teacher is None:
+        return None
+    gathered = math.prod(layout.sizes[axis] for axis in layout.shared_axes)
+    shards = math.prod(layout.sizes[axis] for axis in layout.vocab_axes)
+    tokens = data.rows // layout.batch_shards * data.length * gathered
+    vocab = max(student.padded_vocab, teacher.padded_vocab) // shards
+    itemsize = max(jnp.dtype(run.compute_dtype).itemsize, 4)
+    return run.head.chunk_size(tokens, vocab, student.width, itemsize)
 
 
 def export_student(

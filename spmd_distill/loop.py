@@ -1,7 +1,6 @@
 """The loop: training steps with evaluations and checkpoints in between, on the one clock of optimizer steps."""
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,12 @@ from spmd_distill.checkpoint import Mark
 from spmd_distill.data import AbstractRows, Prefetch
 from spmd_distill.distributed import any_of, is_first, place
 from spmd_distill.guards import Interrupted, name_rows, skip_of
-from spmd_distill.metrics import MetricWriter
+from spmd_distill.metrics import Meter, MetricWriter, Sink, Work
+from spmd_distill.metrics.steplog import Seen, StepLog
 from spmd_distill.program import Compiled
+from spmd_distill.samples import Samples
 from spmd_distill.saving import Saver
-from spmd_distill.scoring import bad_rows, heldout_batches, metric_values, score
+from spmd_distill.scoring import bad_rows, heldout_batches, score
 from spmd_distill.state import create_state
 from spmd_distill.types import Params, TrainState
 
@@ -39,19 +40,43 @@ class Result:
 class Loop:
     """Training steps with evaluations and checkpoints in between, on the one clock of optimizer steps."""
 
-    def __init__(self, saver: Saver, step: Compiled, teacher: Params, heldout: Mapping[str, AbstractRows]):
+    def __init__(
+        self,
+        saver: Saver,
+        step: Compiled,
+        teacher: Params,
+        heldout: Mapping[str, AbstractRows],
+        work: Work = Work(),  # noqa: B008  (frozen)
+        sinks: Sequence[Sink] = (),
+    ):
+        """Make ready to train.
+
+        Args:
+            saver: the checkpoints, and with them the run.
+            step: the compiled training step.
+            teacher: its weights, placed.
+            heldout: the held-out sets by name.
+            work: what a step asks of the devices, for the utilisation.
+            sinks: what takes the metrics beside ``metrics.jsonl`` and TensorBoard; read when the run has begun.
+        """
         self.saver, self.train_step, self.teacher = saver, step, teacher
         self.setup, self.progress, self.loader, self.session = saver.setup, saver.progress, saver.loader, saver.session
         self.folder, self.stop, self.watch = self.session.folder, self.session.stop, saver.watch
         self.config, run = self.setup.config, self.setup.run
         self.heldout = heldout_batches(self.setup, heldout)
         self.eval_step, self.evaluated = run.eval_step(), run.evaluated_params(self.setup.tx)
+        self.samples, self.meter, self.sinks = Samples(self.setup, teacher, self.folder.path), Meter(work), sinks
+        self.on_cpu = run.mapper.devices[0].platform == "cpu"
         self.batch_shardings = run.mapper.shardings(run.batch_specs(1))
         self.judges_spikes = skip_of(self.config).spike
-        self._timed, self._tokens_timed = 0.0, 0
+        self._measured: list[dict[str, float]] = []
+        """What the guards measured since the last line."""
 
-    def run(self) -> Result:
-        """Train to the configured step; see `distil`. A run without a checkpoint is resumed from its beginning."""
+    def run(self, begun: Callable[[], None] = lambda: None) -> Result:
+        """Train to the configured step; see `distil`. A run without a checkpoint is resumed from its beginning.
+
+        ``begun`` is called when nothing can refuse the run any more, and before it changes anything in its folder.
+        """
         resume, saver = self.session.resume, self.saver
         with self.stop.hold(), saver.opened():
             with self.stop.released():
@@ -60,51 +85,57 @@ class Loop:
                 else:
                     state, meta = self._start(), dict[str, Any](tokens=0)
             first = int(state.step)
+            begun()
             if resume:
                 self.session.note(first, self.config)
             resume_from = None if not resume else first if first else -1  # an evaluation before step 1 is made again
-            with MetricWriter(self.folder.path, resume_from=resume_from, enabled=is_first()) as writer:
+            with MetricWriter(self.folder.path, resume_from, enabled=is_first(), sinks=self.sinks) as writer:
                 if resume:
                     self.watch.goes_on(first, writer.seconds, meta.get("guards"))
+                    self.samples.cut_back(first if first else -1)
                 if "before" not in meta:
-                    with self.stop.released(), self.progress.stage("evaluating the untrained student"):
-                        meta["before"] = meta["after"] = self.evaluate(state, writer)
+                    meta["before"] = meta["after"] = self.evaluate(state, writer, "evaluating the untrained student")
                     saver.check_metric(meta["before"])
                 state = self._train(state, meta, first, writer)
-                per_second = self._tokens_timed / self._timed if self._timed else 0.0
                 state, after = saver.to_export(state, meta)
-                return Result(self.evaluated(state), int(state.step), meta["before"], after, meta["tokens"], per_second)
+                params, rate = self.evaluated(state), self.meter.tokens_per_second
+                return Result(params, int(state.step), meta["before"], after, meta["tokens"], rate)
 
     def _train(self, state: TrainState, meta: dict[str, Any], first: int, writer: MetricWriter) -> TrainState:
         config, saver = self.config, self.saver
         if meta.pop("evaluation_due", False):
             saver.save(first, state, meta, self._evaluate_at(first, state, meta, writer))
+        # On a CPU two programs at once could wait for each other's collectives for ever, and what is a spike depends on
+        # the step before: then every step is waited for, and its numbers are there.
+        at_once = self.on_cpu or self.judges_spikes
+        log = StepLog(
+            self.meter,
+            every=config.logging.every,
+            look=1 if self.judges_spikes else None,
+            lag=0 if at_once else 1,
+            tokens=meta["tokens"],
+        )
         with Prefetch(self.loader.batch, first, config.steps, config.data.prefetch) as batches:
             for step in range(first + 1, config.steps + 1):
-                began = time.monotonic()
-                batch = place(batches.get(step - 1), self.batch_shardings)
+                self.meter.start()
+                with self.meter.waiting():
+                    batch = place(batches.get(step - 1), self.batch_shardings)
                 limit = (np.float32(self.watch.limit),) if self.judges_spikes else ()
-                state, metrics = jax.block_until_ready(self.train_step(state, self.teacher, batch, *limit))
-                seconds = time.monotonic() - began
-                values = metric_values(metrics)
-                tokens = int(jax.device_get(metrics["loss"].count))
-                meta["tokens"] += tokens
-                values |= {**self.setup.scheduled(step - 1, self.watch.skipped), "tokens": meta["tokens"]}
-                values |= {"data_wait": batches.waited, **self.watch.measure(step, values)}
-                if step > first + 1:  # the first one warms up
-                    self._timed, self._tokens_timed = self._timed + seconds, self._tokens_timed + tokens
-                    values["tokens_per_second"] = tokens / seconds
-                writer.write(step, values, "train")
-                self._judge(step, state, values)
-                self.progress.update(step, values["loss"], values.get("kl"), values.get("tokens_per_second"))
+                state, metrics = self.train_step(state, self.teacher, batch, *limit)
+                if at_once:
+                    jax.block_until_ready((state, metrics))
+                self._look(log.add(step, metrics), state, writer)
                 last, mark = step == config.steps, None
                 if last or step % config.eval.every == 0:
+                    self._look(log.settle(), state, writer)
                     try:
                         mark = self._evaluate_at(step, state, meta, writer)
                     except Interrupted:
                         meta["evaluation_due"] = True  # when the run goes on
                 stopping = any_of(self.stop.reached(step))
                 if last or stopping or mark is not None or step % config.checkpoint.every == 0:
+                    self._look(log.settle(), state, writer)
+                    meta["tokens"] = log.tokens
                     saver.save(step, state, meta, mark)
                 saver.checkpoints.check()
                 if stopping and (not last or "evaluation_due" in meta):
@@ -112,20 +143,47 @@ class Loop:
                     raise self.stop.interrupted(f" at step {step} of {config.steps}")
         return state
 
+    def _look(self, steps: Iterable[Seen], state: TrainState, writer: MetricWriter) -> None:
+        """Write, show and judge what has come from the devices: every step once, in order.
+
+        On an accelerator the next step runs already, and with ``logging.every`` more of them; evaluations and
+        checkpoints come after the steps before them have been judged.
+        """
+        for seen in steps:
+            scheduled = {} if seen.line is None else self.setup.scheduled(seen.step - 1, self.watch.skipped)
+            measured = self.watch.measure(seen.step, seen.values)
+            self._measured.append(measured)
+            if seen.line is not None:
+                shares = {
+                    name: last if name.endswith("_total") else float(np.mean([m[name] for m in self._measured]))
+                    for name, last in measured.items()
+                }
+                self._measured.clear()
+                line = {**seen.line, **scheduled, **shares}
+                writer.write(seen.step, line, "train")
+                self.progress.update(seen.step, line)
+            self._judge(seen.step, state, {**seen.values, **measured})
+
     def _evaluate_at(self, step: int, state: TrainState, meta: dict[str, Any], writer: MetricWriter) -> Mark | None:
         """Evaluate the state after a step; a mark for its checkpoint where it is the best so far.
 
         Raises `Interrupted` where a signal breaks it off, with nothing changed.
         """
-        with self.stop.released(), self.progress.stage(f"evaluating at step {step}"):
-            after = self.evaluate(state, writer)
-        meta["after"] = after
+        meta["after"] = after = self.evaluate(state, writer, f"evaluating at step {step}")
         return self.saver.judge(step, after, meta)
 
-    def evaluate(self, state: TrainState, writer: MetricWriter) -> dict[str, float]:
-        """Metrics over the held-out rows, averaged over their valid tokens."""
-        values = score(self.setup, self.eval_step, self.evaluated(state), self.teacher, self.heldout, state.step)
-        writer.write(int(state.step), values, "eval")
+    def evaluate(self, state: TrainState, writer: MetricWriter, stage: str) -> dict[str, float]:
+        """Metrics over the held-out rows, averaged over their valid tokens; written, with samples, as all is there.
+
+        Raises `Interrupted` where a signal breaks it off, with nothing written.
+        """
+        step = int(state.step)
+        with self.stop.released(), self.progress.stage(stage):
+            params = self.evaluated(state)
+            values = score(self.setup, self.eval_step, params, self.teacher, self.heldout, state.step)
+            continued = self.samples.at(step, params)
+        writer.write(step, values, "eval")
+        self.samples.write(step, continued, writer)
         return values
 
     def _start(self) -> TrainState:

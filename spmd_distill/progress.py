@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -21,8 +21,22 @@ _WINDOW = 50
 """Steps that the time left is judged by."""
 
 
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "loss": lambda x: f"loss {x:.4g}",
+    "kl": lambda x: f"KL {x:.4g}",
+    "tokens_per_second": lambda x: f"{_short(x)} tokens/s",
+    "mfu": lambda x: f"MFU {100 * x:.1f} %",
+    "data_wait": lambda x: f"data wait {100 * x:.0f} %" if x >= _WAITS else "",
+}
+_WAITS = 0.05
+"""A smaller share of the time spent waiting for data is not worth a word."""
+
+
 class TrainProgress:
     """Progress of a run: ``step 12/100  loss 2.3  KL 0.41  9.8k tokens/s  0:01:02, 0:07:30 left``.
+
+    Where the peak of the devices is known, ``MFU 41.2 %`` (model FLOPs utilisation) is there too, and ``data wait
+    12 %`` where the steps wait for batches.
 
     Use as a context manager. On a terminal it is one live line, with a spinner above it during a `stage`;
     where the output goes to a file or a pipe, plain lines without control codes. No work goes to devices.
@@ -77,27 +91,18 @@ class TrainProgress:
             self._live.stop()
             self._live = None
 
-    def update(
-        self,
-        step: int,
-        loss: float | None = None,
-        kl: float | None = None,
-        tokens_per_second: float | None = None,
-    ) -> None:
+    def update(self, step: int, values: Mapping[str, float] | None = None) -> None:
         """Show that ``step`` optimizer steps are done.
 
         Args:
             step: optimizer steps done.
-            loss, kl: nats a token.
-            tokens_per_second: valid tokens a second.
+            values: numbers by the names of ``metrics.jsonl``; the line shows those that it knows.
         """
         now = time.monotonic()
         self._recent.append((now, step))
         with self._lock:
             self._step = step
-            self._numbers = [] if loss is None else [f"loss {loss:.4g}"]
-            self._numbers += [] if kl is None else [f"KL {kl:.4g}"]
-            self._numbers += [] if tokens_per_second is None else [f"{_short(tokens_per_second)} tokens/s"]
+            self._numbers = [show(values[name]) for name, show in _SHOWN.items() if values and name in values]
             self._ends = self._end(step)
         if not self._enabled or self._live is not None:
             return
@@ -142,7 +147,7 @@ class TrainProgress:
         """The numbers, the time gone by, and the time left, counted down between two updates."""
         now = time.monotonic()
         left = "" if self._ends is None else f", {_clock(max(self._ends - now, 0.0))} left"
-        return "  ".join([*self._numbers, _clock(now - self._began) + left])
+        return "  ".join([*filter(None, self._numbers), _clock(now - self._began) + left])
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

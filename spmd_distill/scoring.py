@@ -10,8 +10,8 @@ import numpy as np
 from spmd_distill.build import Setup
 from spmd_distill.data import AbstractRows, eval_batches
 from spmd_distill.guards import find_rows
-from spmd_distill.metrics import perplexity
-from spmd_distill.types import Batch, Metrics, Params
+from spmd_distill.metrics.steplog import metric_values
+from spmd_distill.types import Batch, Params
 
 
 def heldout_batches(setup: Setup, heldout: Mapping[str, AbstractRows]) -> dict[str, list[Batch]]:
@@ -33,13 +33,6 @@ def score(
         for name, metrics in found.items():
             values |= {f"{key}/{name}": value for key, value in metric_values(metrics).items()}
     return values
-
-
-def metric_values(metrics: Metrics) -> dict[str, float]:
-    """Averages on the host by the names of ``metrics.jsonl``, perplexities among them."""
-    values = {name: float(mean.value) for name, mean in jax.device_get(metrics).items()}
-    named = {name: values[f"ce_{name}"] for name in ("student", "teacher") if f"ce_{name}" in values}
-    return values | {f"perplexity_{name}": perplexity(value) for name, value in named.items()}
 
 
 def bad_rows(

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from spmd_distill.build import Setup, load_text, prepare, set_up
-from spmd_distill.config import DistributedConfig, RunConfig
+from spmd_distill.config import DistributedConfig, RunConfig, to_dict
 from spmd_distill.distributed import all_or_none, check_alike, check_same, is_first, join
-from spmd_distill.finish import export_student, samples, summarise
+from spmd_distill.finish import compiled_facts, export_student, summarise, work_of
 from spmd_distill.guards import Events, Watch, check_memory, skip_of
 from spmd_distill.loop import Loop, Result
-from spmd_distill.metrics import plot_curves, results_table
+from spmd_distill.metrics import Sink, Wandb, check_wandb, plot_curves, results_table
 from spmd_distill.progress import TrainProgress
 from spmd_distill.resuming import Session, changes_table, resumable
 from spmd_distill.runfolder import RunFolder, environment
@@ -44,6 +44,7 @@ def distil(
     join(config.distributed)
     config = replace(config, distributed=DistributedConfig())  # where it runs is no setting of what is run
     check_alike(repr(config))
+    all_or_none(lambda: check_wandb(config.logging.wandb), first_only=True)
     session = Session.begin(config, resume, allow_changes)
     folder, stop = session.folder, session.stop
     if not is_first():
@@ -70,15 +71,25 @@ def distil(
         needed = None if step.memory is None else step.memory.total
         mine = [device for device in mapper.devices if device.process_index == jax.process_index()]
         all_or_none(lambda: check_memory(config, needed, mine, mapper.layout.batch_shards))
+        work, sinks = work_of(setup, loader.batch(0)), list[Sink]()
+
+        def begun() -> None:
+            if is_first():
+                folder.write_json("compiled.json", compiled_facts(setup, step, work))
+                if config.logging.wandb.project is not None:
+                    settings = to_dict(config)
+                    sinks.append(Wandb(config.logging.wandb, folder.path, settings, session.resume, progress.note))
+
         with progress.stage("placing the teacher's weights"):
             teacher = setup.pair.load_teacher(setup.run.mapper)
         stop.check()
         watch = Watch(config, Events(folder, progress.note, writes=is_first()))
         saver = Saver(setup, session, progress, loader, corpus.heldout, watch)
-        result = Loop(saver, step, teacher, corpus.heldout).run()
+        loop = Loop(saver, step, teacher, corpus.heldout, work, sinks)
+        result = loop.run(begun)
         stop.check()
         with progress.stage("continuing the prompts"):
-            continued = samples(setup, teacher, result.params)
+            continued = loop.samples.continued(result.params)
         stop.check()
         with progress.stage("exporting the student"):
             export_student(setup, result.params, folder, result.before, result.after)

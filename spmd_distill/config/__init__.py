@@ -6,6 +6,7 @@ This package does not import jax, so that the command can read a run file before
 from spmd_distill.config.data import DataConfig, SourceConfig
 from spmd_distill.config.distributed import DistributedConfig
 from spmd_distill.config.guards import GuardsConfig
+from spmd_distill.config.logging import LoggingConfig, WandbConfig
 from spmd_distill.config.models import HeadConfig, Order, PrecisionConfig, StudentConfig, TeacherConfig
 from spmd_distill.config.objective import ObjectiveConfig
 from spmd_distill.config.optimizer import OptimizerConfig
@@ -20,6 +21,7 @@ __all__ = [
     "EvalConfig",
     "GuardsConfig",
     "HeadConfig",
+    "LoggingConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "Order",
@@ -28,6 +30,7 @@ __all__ = [
     "SourceConfig",
     "StudentConfig",
     "TeacherConfig",
+    "WandbConfig",
     "parse_config",
     "setting_names",
     "to_dict",

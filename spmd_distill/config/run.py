@@ -7,6 +7,7 @@ from typing import Any, Literal
 from spmd_distill.config.data import DataConfig
 from spmd_distill.config.distributed import DistributedConfig
 from spmd_distill.config.guards import GuardsConfig
+from spmd_distill.config.logging import LoggingConfig
 from spmd_distill.config.models import HeadConfig, PrecisionConfig, StudentConfig, TeacherConfig
 from spmd_distill.config.objective import ObjectiveConfig, check_objective
 from spmd_distill.config.optimizer import OptimizerConfig
@@ -37,6 +38,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
 
@@ -44,7 +46,7 @@ class RunConfig:
         """Check what no type can say."""
         for name in (
             "steps", "eval.rows", "checkpoint.keep",
-            "checkpoint.every", "eval.every", "eval.new_tokens",
+            "checkpoint.every", "eval.every", "eval.new_tokens", "eval.samples_every",
         ):  # fmt: skip
             value: Any = self
             for part in name.split("."):
@@ -58,6 +60,7 @@ class RunConfig:
         self.guards.check()
         self.optimizer.check()
         self.precision.check()
+        self.logging.check()
         try:
             check_objective(self.objective)
         except UserError as error:

@@ -22,9 +22,13 @@ class EvalConfig:
         "To be, or not to be, that is",
         "In Python, a list comprehension is",
     )
-    """Continued by teacher and student at the end."""
+    """Continued by teacher and student, greedily: at evaluations and at the end."""
     new_tokens: int = 24
     """Tokens that each prompt is continued by, at most."""
+    samples: bool = True
+    """Whether prompts are continued at evaluations, into samples.jsonl and TensorBoard."""
+    samples_every: int = 1
+    """At which evaluations: 1 is every one, 2 every second one."""
 
 
 @dataclass(frozen=True)

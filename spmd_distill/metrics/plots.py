@@ -25,6 +25,8 @@ def plot_curves(folder: str | os.PathLike[str]) -> Path:
 
     curves: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
     for line in read_metrics(folder):
+        if line.set is not None:
+            continue
         for name, value in line.values.items():
             steps, numbers = curves.setdefault((line.split, name), ([], []))
             steps.append(line.step)
@@ -58,6 +60,13 @@ _PANELS = [  # title, unit, [(metric, its name in a legend of several, colour)]
     ("Agreement with the teacher", "%", [("top1", "top-1", _STUDENT), ("acceptance", "acceptance", _SECOND)]),
     ("Throughput", "tokens per second", [("tokens_per_second", "", _STUDENT)]),
     ("Gradient before clipping", "global norm", [("grad_norm", "", _STUDENT)]),
+    ("Learning rate", "", [("learning_rate", "", _STUDENT)]),
+    (
+        "Steps that",
+        "running count",
+        [("clipped_total", "clipped", _STUDENT), ("skipped_total", "skipped", _HELD_OUT)],
+    ),
+    ("Time", "%", [("data_wait", "waiting for data", _TEACHER), ("mfu", "model FLOPs utilisation", _SECOND)]),
 ]
 _MANY = 150
 """More points than this are drawn faintly, with their moving average on top."""

@@ -24,7 +24,7 @@ LAYERS = (
     ("prune",),
     ("student",),
     ("build",),
-    ("scoring", "saving", "finish"),
+    ("scoring", "saving", "finish", "samples"),
     ("loop",),
     ("train", "proof", "runs", "report", "doctor"),
     ("cli", "__init__"),

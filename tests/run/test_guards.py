@@ -18,7 +18,7 @@ from spmd_distill.guards import Events, find_rows, name_rows, read_events
 from spmd_distill.guards.clip import ClipGuard
 from spmd_distill.guards.memory import check_memory, smaller
 from spmd_distill.guards.spike import SpikeGuard
-from spmd_distill.metrics import read_metrics
+from spmd_distill.metrics import CLOCKED, read_metrics
 from spmd_distill.objective import Objective
 from spmd_distill.teachers import OnlineTeacher
 from spmd_distill.train import distil
@@ -53,7 +53,7 @@ class BadOn(OnlineTeacher):
 
 def trace(run: Path) -> list[str]:
     """What was trained and evaluated, without what a clock says; as text, where NaN is NaN."""
-    clocks = ("tokens_per_second", "seconds", "data_wait")
+    clocks = ("seconds", *CLOCKED)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [json.dumps({k: v for k, v in line.items() if k not in clocks}) for line in lines]
 

@@ -17,7 +17,7 @@ from tiny import tiny_run, train_until_first_checkpoint
 from spmd_distill.build import set_up
 from spmd_distill.checkpoint import Checkpoints
 from spmd_distill.config import to_dict
-from spmd_distill.metrics import read_metrics
+from spmd_distill.metrics import CLOCKED, read_metrics
 from spmd_distill.state import abstract_state
 from spmd_distill.train import distil
 
@@ -78,10 +78,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
 def trace(folder: Path) -> list[tuple]:
     """What was trained and evaluated, without what a clock says."""
     lines = read_metrics(folder / "run")
-    return [
-        (m.step, m.split, {k: v for k, v in m.values.items() if k not in ("tokens_per_second", "data_wait")})
-        for m in lines
-    ]
+    return [(m.step, m.split, {k: v for k, v in m.values.items() if k not in CLOCKED}) for m in lines]
 
 
 def assert_same_to_rounding(a: list[tuple], b: list[tuple]) -> None:

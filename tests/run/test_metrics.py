@@ -136,8 +136,8 @@ def test_full_disk_neither_hangs_nor_hides_the_cause(tmp_path, caplog, full):
         with MetricWriter(tmp_path) as writer:
             writer.write(1, ALL, "train")
             if full == "tensorboard":
-                writer._board.close()
-                writer._board._records = RecordWriter("/dev/full")
+                writer._sinks[0].close()
+                writer._sinks[0]._records = RecordWriter("/dev/full")
             else:
                 writer._file.close()
                 writer._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115

@@ -18,7 +18,7 @@ def run(terminal=False, enabled=None, total=40, first=0, stage=None, width=100, 
             with progress.stage(stage):
                 time.sleep(0.2)
         for step in range(first + 1, total + 1):
-            progress.update(step, **numbers)
+            progress.update(step, numbers)
     return out.getvalue()
 
 

@@ -186,7 +186,7 @@ DAMAGE = {
                 f'{{"step": {step}, "split": {split}, "seconds": {seconds}, "kl": 1}}\n' for step, split, seconds in ODD
             )
         ),
-        "5 lines are no metrics and left out; first line 1: step '1', split",
+        "5 lines are no metrics and left out; first line 1: expected a JSON object with step",
     ),
     "a checkpoint's file": (
         lambda run: (run / "checkpoints/60/a").write_bytes(b""),

@@ -4,6 +4,7 @@ import enum
 import json
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -165,3 +166,19 @@ def test_environment():
     assert found["devices"] == len(found["device_list"]) == jax.device_count()
     assert set(found) >= {"jaxlib", "flax", "optax", "orbax", "spmd_distill", "platform", "device_kind"}
     json.dumps(found)
+
+
+def test_environment_names_the_commit_of_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert environment()["git"] is None
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    (tmp_path / "run.yaml").write_text("steps: 1")
+    for words in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "one")):
+        subprocess.run(["git", *words], check=True)
+    found = environment()["git"]
+    assert len(found["commit"]) == 40 and found["changed"] is False
+    (tmp_path / "run.yaml").write_text("steps: 2")
+    assert environment()["git"] == {**found, "changed": True}
+    monkeypatch.setenv("PATH", "")
+    assert environment()["git"] is None

@@ -21,7 +21,7 @@ from spmd_distill.errors import UserError
 from spmd_distill.guards import Interrupted
 from spmd_distill.interop import open_huggingface, tokenizer_from_folder
 from spmd_distill.loop import Loop
-from spmd_distill.metrics import read_metrics
+from spmd_distill.metrics import CLOCKED, read_metrics
 from spmd_distill.train import distil
 
 AGREEMENT = [f"{name}_{when}" for name in ("kl", "top1", "acceptance", "student_ppl") for when in ("before", "after")]
@@ -32,8 +32,7 @@ QUIET = Console(quiet=True)
 
 def trace(folder: Path) -> list[tuple]:
     """What was trained and evaluated, without what a clock says."""
-    clocks = ("tokens_per_second", "data_wait")
-    return [(m.step, m.split, {k: v for k, v in m.values.items() if k not in clocks}) for m in read_metrics(folder)]
+    return [(m.step, m.split, {k: v for k, v in m.values.items() if k not in CLOCKED}) for m in read_metrics(folder)]
 
 
 def final_state(folder: Path, step: int = 6):
