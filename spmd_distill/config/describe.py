@@ -97,15 +97,20 @@ def _paragraph(cls: Any) -> list[str]:
 
 
 def _table(cls: Any) -> list[str]:
+    cells = [("Setting", "Value", "Default", "Meaning"), ("---",) * 4, *_rows(cls)]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+
+
+def _rows(cls: Any, prefix: str = "") -> Iterator[tuple[str, ...]]:
+    """The rows of a section's table, those of a section inside it with its name before their own."""
     written, hints, said = _annotations(cls), get_type_hints(cls), descriptions(cls)
     named = {"Number": "number or [schedule](objectives.md#schedules)", "Any": "as described"}
-    rows = [
-        (f"`{f.name}`", named.get(written[f.name]) or _kind(hints[f.name]), _default(f), said[f.name])
-        for f in dataclasses.fields(cls)
-        if not section_of(f)
-    ]
-    cells = [("Setting", "Value", "Default", "Meaning"), ("---",) * 4, *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+    for f in dataclasses.fields(cls):
+        if (inner := section_of(f)) is None:
+            kind = named.get(written[f.name]) or _kind(hints[f.name])
+            yield f"`{prefix}{f.name}`", kind, _default(f), said[f.name]
+        elif cls is not RunConfig:  # whose sections have tables of their own
+            yield from _rows(inner, f"{prefix}{f.name}.")
 
 
 def _annotations(cls: Any) -> dict[str, str]:
