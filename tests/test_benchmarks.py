@@ -12,13 +12,15 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).parent / "run")]
 
 import _peers  # noqa: E402
+import loop as of_loop  # noqa: E402
 from _hlo import Traffic, memory, read  # noqa: E402
 from _report import Row, report  # noqa: E402
 from _worker import Worker, WorkerFailed  # noqa: E402
 from _workload import Workload  # noqa: E402
+from tiny import tiny_run  # noqa: E402
 
 
 def module(*lines: str, more: str = "", header: str = "HloModule jit_f, num_partitions=8") -> str:
@@ -368,6 +370,40 @@ def test_every_second_row_of_the_workload_ends_in_padding():
         assert ((tokens > 0) == mask).all()
     assert (next(work.batches(1))[0] == next(work.batches(1))[0]).all()
     assert (next(work.batches(1))[0] != next(work.batches(2))[0]).any()
+
+
+def test_the_loop_and_the_step_alone_take_turns_on_the_same_batches():
+    taken = []
+
+    def step(state, batch):
+        taken.append((int(state), batch))
+        return state + 1, {}
+
+    turns = of_loop.Turns(step, rounds=2, block=2)
+    state = jnp.int32(0)
+    with pytest.raises(of_loop.Done):
+        for batch in range(20):
+            state, _ = turns(state, batch)
+    first = [(k, k) for k in range(of_loop.WARM)]
+    assert taken[: len(first)] == first
+    n = of_loop.WARM  # the state alone is that of the loop before its first block, and has a step behind it
+    alone = [(n + 1, n), (n + 2, n + 1)], [(n + 3, n + 2), (n + 4, n + 3)]
+    assert taken[n:] == [(n, n), *((k, k) for k in (n, n + 1)), *alone[0], *((k, k) for k in (n + 2, n + 3)), *alone[1]]
+    assert len(turns.pairs) == 2 and len(turns.between) == 4
+
+
+def test_the_loop_is_measured_in_a_whole_run(tmp_path):
+    rows = list(of_loop.measure(tiny_run(tmp_path, *of_loop.SETTINGS), rounds=2, block=2))
+    values = {row.metric: row.value for row in rows}
+    assert list(values)[1:] == [
+        "in the loop",
+        "in the loop, CPU time",
+        "between two steps",
+        "of these waiting for data",
+    ]
+    assert all(value >= 0 for value in values.values())
+    assert [row.bar for row in rows] == [None, of_loop.BAR, None, None, None]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == []
 
 
 OF_PEERS = ("_tunix_worker", "_head_torch_worker")
