@@ -50,8 +50,8 @@ class Setup:
         grid = " x ".join(f"{axis} {n}" for axis, n in layout.sizes.items())
         sizes = self.pair.tokenizer.vocab_size, teacher.config.tokens, student.config.tokens
         return (
-            f"teacher: {teacher.config.layers} layers, {teacher.parameter_count / 1e6:.0f}M parameters; student: "
-            f"{self.pair.beginning()}, {student.parameter_count / 1e6:.0f}M parameters\n"
+            f"teacher: {teacher.config.layers} layers, {teacher.parameter_count / 1e6:.3g}M parameters; student: "
+            f"{self.pair.beginning()}, {student.parameter_count / 1e6:.3g}M parameters\n"
             f"mesh {layout.name} ({grid}) on {len(run.mapper.devices)} {run.mapper.devices[0].platform} device(s), "
             f"mapper {run.mapper.name}, head {run.head.name}; {tokens:,} tokens to train on\n"
             f"objective: {describe(objective)}\n{describe_vocabulary(objective, *sizes)}"

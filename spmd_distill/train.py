@@ -123,10 +123,14 @@ def _show(
         f"\n{summary['steps']} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s, "
         f"{summary['tokens_per_second']:.0f} tokens/s, peak memory {summary['peak_rss_gib']:.1f} GiB; "
         f"mesh {summary['mesh']}, mapper {summary['mapper']}, head {summary['head']}.\n"
-        f"Student: {folder.student} ({setup.run.student.parameter_count / 1e6:.0f}M of the teacher's "
-        f"{setup.run.teacher.model.parameter_count / 1e6:.0f}M parameters). Curves: {folder.curves}",
+        f"Student: {folder.student} ({_millions(setup.run.student)} of the teacher's "
+        f"{_millions(setup.run.teacher.model)} parameters). Curves: {folder.curves}",
         highlight=False,
     )
+
+
+def _millions(model: Any) -> str:
+    return f"{model.parameter_count / 1e6:.3g}M"
 
 
 def _one_line(text: str) -> str:

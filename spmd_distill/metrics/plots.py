@@ -62,7 +62,7 @@ _PANELS = [  # title, unit, [(metric, its name in a legend of several, colour)]
     ("Gradient before clipping", "global norm", [("grad_norm", "", _STUDENT)]),
     ("Learning rate", "", [("learning_rate", "", _STUDENT)]),
     (
-        "Steps that",
+        "Clipped and skipped steps",
         "running count",
         [("clipped_total", "clipped", _STUDENT), ("skipped_total", "skipped", _HELD_OUT)],
     ),
@@ -75,10 +75,11 @@ _MANY = 150
 def _draw(axes: Any, panel: Any, curves: Mapping[tuple[str, str], tuple[list[int], list[float]]]) -> None:
     title, unit, metrics = panel
     percent = 100.0 if unit == "%" else 1.0
+    held_out = any(("eval", name) in curves for name, *_ in metrics)
     for name, called, colour in metrics:
         if ("train", name) in curves:
             steps, values = _arrays(curves["train", name], percent)
-            label = f"{called}, train" if called else "train"
+            label = f"{called}, train" if called and held_out else called or "train"
             if len(steps) > _MANY:
                 axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
                 values = _moving_average(values, len(values) // 40)
@@ -111,7 +112,9 @@ def _draw(axes: Any, panel: Any, curves: Mapping[tuple[str, str], tuple[list[int
         axes.yaxis.set_major_formatter("{x:,.0f}")
     if title == "Cross entropy":
         right = axes.secondary_yaxis("right")  # the same ticks, read as perplexities
-        right.yaxis.set_major_formatter(lambda ce, _: f"{perplexity(ce):.3g}")
+        right.yaxis.set_major_formatter(
+            lambda ce, _: f"{ppl:,.0f}" if 100 <= (ppl := perplexity(ce)) < 1e9 else f"{ppl:.3g}"
+        )
         right.set_ylabel("perplexity", fontsize=9)
         right.tick_params(labelsize=8)
 
