@@ -5,10 +5,12 @@ settings of a run file on top, without evaluations and checkpoints. In one proce
 steps in the loop, which reads, places, trains, measures, writes, guards and shows, take turns with the step alone on
 the very batches of the block before. Measured are
 
-- the time of a block in the loop over that of its neighbour, the median over all pairs: wall clock and CPU time;
-- milliseconds between two steps in the loop, and of these the wait for data, as ``metrics.jsonl`` has it.
+- milliseconds between two steps in the loop, and of these the wait for data, as ``metrics.jsonl`` has it;
+- the time of a block in the loop over that of its neighbour, the median over all pairs: CPU time, and wall clock, which
+  says something on a quiet machine only.
 
-The progress goes to a terminal that nobody sees. The exit code is 1 if the loop adds 2 % or more.
+The progress goes to a terminal that nobody sees. The exit code is 1 if the loop adds more than 2 % of a step, between
+steps or in CPU time.
 """
 
 import argparse
@@ -27,8 +29,8 @@ from _report import OURS, Row, report
 from spmd_distill.runtime import prepare_jax, run_files_folder
 
 NAME = "loop"
-BAR = 1.02
-"""Time of a step in the loop over that of the step alone."""
+BAR = 0.02
+"""What the loop may add, in parts of the step alone."""
 WARM = 3
 """Steps before the first block."""
 SETTINGS = (
@@ -84,11 +86,15 @@ def measure(config: Any, rounds: int, block: int) -> Iterator[Row]:
     wall, cpu = ([one[i] / other[i] for one, other in turns.pairs] for i in (0, 1))
     alone = statistics.median(other[0] for _, other in turns.pairs) / block
     yield Row(NAME, OURS, setting, "the step alone", 1000 * alone, "ms")
-    yield Row.at_most(NAME, OURS, setting, "in the loop", statistics.median(wall), "times the step alone", BAR)
-    yield Row(NAME, OURS, setting, "in the loop, CPU time", statistics.median(cpu), "times the step alone")
-    yield Row(NAME, OURS, setting, "between two steps", 1000 * statistics.median(turns.between), "ms")
+    between = statistics.median(turns.between)
     waited = statistics.median(waits(Path(config.run)))
+    yield Row(NAME, OURS, setting, "between two steps", 1000 * between, "ms")
     yield Row(NAME, OURS, setting, "of these waiting for data", 1000 * waited, "ms")
+    yield Row.at_most(NAME, OURS, setting, "between two steps", between / alone, "of the step alone", BAR)
+    yield Row.at_most(
+        NAME, OURS, setting, "CPU time in the loop", statistics.median(cpu), "times the step alone", 1 + BAR
+    )
+    yield Row(NAME, OURS, setting, "wall clock in the loop", statistics.median(wall), "times the step alone")
 
 
 def waits(run: Path) -> list[float]:

@@ -15,7 +15,8 @@ from spmd_distill.optimizer import build_schedule
 from spmd_distill.runfolder import RunFolder
 
 EXACT = (
-    "run", "eval.every", "eval.prompts", "eval.new_tokens", "checkpoint.*",
+    "run", "logging.*", "eval.samples", "eval.samples_every",
+    "eval.every", "eval.prompts", "eval.new_tokens", "checkpoint.*",
     "data.cache", "data.workers", "data.prefetch",
     "guards.clip", "guards.teacher", "guards.memory", "guards.device_memory_gib",
 )  # fmt: skip

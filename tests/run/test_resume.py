@@ -170,6 +170,7 @@ def test_another_teacher_is_accepted_where_it_is_allowed(copy, capsys):
     [
         (("--data.cache", "null", "--data.workers", "2", "--data.prefetch", "0"), "exact"),
         (("--eval.every", "7", "--checkpoint.every", "9", "--checkpoint.keep_every", "9"), "exact"),
+        (("--logging.every", "5", "--logging.wandb.project", "mine", "--eval.samples", "false"), "exact"),
         (("--guards.memory", "0.5", "--guards.clip", "false", "--guards.device_memory_gib", "9"), "exact"),
         (("--teacher.path", "elsewhere", "--data.train", "[elsewhere]"), "content"),
         (("--mesh", "dp8", "--mapper", "pmap", "--head.kind", "reference", "--student.remat", "full"), "rounding"),
