@@ -1,5 +1,6 @@
 """What every test stands on: eight CPU devices, shapes checked at run time, and the demo's teacher."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -47,6 +48,14 @@ def _compile_once() -> Iterator[None]:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         yield
         jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _collect_seldom() -> None:
+    """Tracing makes so many small objects that walking all modules again and again takes a sixth of its time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

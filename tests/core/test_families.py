@@ -75,10 +75,8 @@ def result(name: str, layout_name: str, mapper_name: str) -> Any:
 
 
 WHERE = [
-    ("dp2_tp4", "shard_map"),
     ("dp2_tp4", "pmap"),
     ("fsdp2_sp4", "shard_map"),
-    ("fsdp2_sp4", "vmap"),
     ("fsdp2_tp4", "shard_map"),
     ("tp8", "vmap"),
 ]

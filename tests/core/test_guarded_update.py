@@ -70,16 +70,9 @@ def untouched(before: TrainState, after: TrainState) -> bool:
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
 
 
-CASES = [
-    ("single", "shard_map", 4),
-    ("dp2_tp4", "shard_map", 2),
-    ("fsdp4_tp2", "shard_map", 1),
-    ("dp2_tp4", "vmap", 2),
-    ("dp4_tp2", "pmap", 1),
-]
-
-
-@pytest.mark.parametrize(("layout", "mapper", "micro_batches"), CASES)
+@pytest.mark.parametrize(
+    ("layout", "mapper", "micro_batches"), [("dp2_tp4", "shard_map", 2), ("fsdp4_tp2", "pmap", 1)]
+)
 def test_a_bad_teacher_moves_no_bit(layout, mapper, micro_batches):
     call, good = program(layout, mapper, ForwardKL(), Skip()), micro(documents(), micro_batches)
     before, after, values = call(bad_row(good))
@@ -90,7 +83,7 @@ def test_a_bad_teacher_moves_no_bit(layout, mapper, micro_batches):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.params))
 
 
-@pytest.mark.parametrize(("layout", "mapper"), [("dp2_tp4", "shard_map"), ("fsdp4_tp2", "pmap"), ("dp2_tp4", "vmap")])
+@pytest.mark.parametrize(("layout", "mapper"), [("dp2_tp4", "vmap"), ("fsdp4_tp2", "shard_map")])
 def test_a_gradient_that_is_not_finite_moves_no_bit(layout, mapper):
     before, after, values = program(layout, mapper, Steep(), Skip())(micro(documents(), 2))
     assert untouched(before, after) and values["skipped"] == 1
@@ -104,7 +97,7 @@ def test_the_reference_head_tells_of_a_bad_teacher_too():
 
 
 def test_without_the_guard_everything_is_lost():
-    before, after, values = program("dp2_tp4", "shard_map", Steep(), Skip(False, False))(micro(documents(), 2))
+    before, after, values = program("dp2_tp4", "vmap", Steep(), Skip(False, False))(micro(documents(), 2))
     assert not untouched(before, after) and values["skipped"] == 0
     assert not any(np.isfinite(x).any() for x in jax.tree.leaves(after.params["layers"]))
 

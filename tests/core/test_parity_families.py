@@ -1,5 +1,7 @@
 """Every family against transformers: random weights that it made, its hidden states and its logits."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -54,15 +56,14 @@ def batch_of(kind: str) -> tuple[Batch, list[tuple[int, slice]]]:
     return Batch(tokens, tokens, segments > 0, positions, segments), documents
 
 
-def ours(folder: Path, layout_name: str, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states and logits of a folder on a layout, ``[B, L, D]`` and ``[B, L, V]``."""
+@functools.cache
+def program(folder: Path, layout_name: str) -> Callable[[Batch], tuple[np.ndarray, np.ndarray]]:
+    """A batch -> hidden states and logits of a folder on a layout, ``[B, L, D]`` and ``[B, L, V]``."""
     config, weights = open_huggingface(folder)
     family = FAMILIES[config["architectures"][0]]
     sizes = family.config_from_huggingface(config)
     model, mapper = decoder(sizes), make_mapper("shard_map", layout_name)
     params, layout = load_params(model, family.rules(sizes), weights, mapper), mapper.layout
-    repeat = max(layout.batch_shards // len(batch.tokens), 1)
-    batch = jax.tree.map(lambda x: np.tile(x, (repeat, 1)), batch)
 
     def body(params, batch):
         out = model.apply(params, batch, Shard(layout, jnp.dtype("float32")))
@@ -76,9 +77,14 @@ def ours(folder: Path, layout_name: str, batch: Batch) -> tuple[np.ndarray, np.n
 
     rows = layout.spec(("batch", None))
     last = layout.spec(("batch", "heads")) if layout.shared_axes else layout.spec(("batch", "vocab"))
-    hidden, logits = jax.jit(mapper.map(body, (model.specs(layout), rows), (rows, last)))(params, batch)
-    shape = batch.tokens.shape
-    return np.asarray(hidden).reshape(*shape, -1), np.asarray(logits)[:, : sizes.vocab_size].reshape(*shape, -1)
+    run = jax.jit(mapper.map(body, (model.specs(layout), rows), (rows, last)))
+
+    def call(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        hidden, logits = run(params, batch)
+        shape = batch.tokens.shape
+        return np.asarray(hidden).reshape(*shape, -1), np.asarray(logits)[:, : sizes.vocab_size].reshape(*shape, -1)
+
+    return call
 
 
 def theirs(model, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -94,16 +100,16 @@ def test_hidden_states_and_logits(name, kind, written):
     compare(name, kind, "single", written)
 
 
-@pytest.mark.parametrize("layout_name", ["dp2_tp4", "fsdp2_tp4", "tp8"])
+@pytest.mark.parametrize("layout_name", ["fsdp2_tp4", "tp8"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_on_every_layout(name, layout_name, written):
+def test_on_layouts_that_cut_them(name, layout_name, written):
     compare(name, "packed", layout_name, written)
 
 
 def compare(name: str, kind: str, layout_name: str, written) -> None:
     batch, documents = batch_of(kind)
     model, folder = written(name)
-    hidden, logits = ours(folder, layout_name, batch)
+    hidden, logits = program(folder, layout_name)(batch)
     for row, place in documents:
         for found, expected in zip((hidden, logits), theirs(model, batch.tokens[row, place]), strict=True):
             error = np.abs(found[row, place] - expected).max() / np.abs(expected).max()

@@ -223,7 +223,7 @@ def test_mistakes_are_sentences(run, tmp_path, capsys, flags, message):
 
 @pytest.mark.parametrize("command", ["prune", "train"])
 def test_a_disk_that_gets_full_is_a_sentence(run, tmp_path, capsys, monkeypatch, command):
-    config = run()
+    config = run(*SMALL)
 
     def full(*args, **kwargs):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
