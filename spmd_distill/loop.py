@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd_distill.checkpoint import Mark
 from spmd_distill.data import AbstractRows, Prefetch
-from spmd_distill.distributed import any_of, is_first, place
+from spmd_distill.distributed import any_of, held_rows, is_first, place_rows
 from spmd_distill.guards import Interrupted, name_rows, skip_of
 from spmd_distill.metrics import Meter, MetricWriter, Sink, Work
 from spmd_distill.metrics.steplog import Seen, StepLog
@@ -68,6 +68,9 @@ class Loop:
         self.samples, self.meter, self.sinks = Samples(self.setup, teacher, self.folder.path), Meter(work), sinks
         self.on_cpu = run.mapper.devices[0].platform == "cpu"
         self.batch_shardings = run.mapper.shardings(run.batch_specs(1))
+        shape = (self.loader.micro_batches, self.loader.batch_rows, self.loader.rows.length)
+        self.rows = held_rows(self.batch_shardings.tokens, shape)
+        """Of every micro-batch, those that this process's devices hold, and no others are made here."""
         self.judges_spikes = skip_of(self.config).spike
         self._measured: list[dict[str, float]] = []
         """What the guards measured since the last line."""
@@ -115,11 +118,13 @@ class Loop:
             lag=0 if at_once else 1,
             tokens=meta["tokens"],
         )
-        with Prefetch(self.loader.batch, first, config.steps, config.data.prefetch) as batches:
+        mine = lambda step: self.loader.local(step, self.rows)  # noqa: E731
+        with Prefetch(mine, first, config.steps, config.data.prefetch) as batches:
             for step in range(first + 1, config.steps + 1):
                 self.meter.start()
                 with self.meter.waiting():
-                    batch = place(batches.get(step - 1), self.batch_shardings)
+                    batch = batches.get(step - 1)
+                    batch = place_rows(batch, self.batch_shardings, self.rows, self.loader.batch_rows)
                 limit = (np.float32(self.watch.limit),) if self.judges_spikes else ()
                 state, metrics = self.train_step(state, self.teacher, batch, *limit)
                 if at_once:

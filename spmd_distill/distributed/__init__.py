@@ -5,7 +5,7 @@ places, in the same order, from their main thread.
 """
 
 from spmd_distill.distributed.agree import all_or_none, any_of, barrier, check_same, from_first, is_first
-from spmd_distill.distributed.arrays import fetch, place
+from spmd_distill.distributed.arrays import fetch, held_rows, place, place_rows
 from spmd_distill.distributed.group import check_alike, check_devices, join
 
 __all__ = [
@@ -17,7 +17,9 @@ __all__ = [
     "check_same",
     "fetch",
     "from_first",
+    "held_rows",
     "is_first",
     "join",
     "place",
+    "place_rows",
 ]

@@ -1,5 +1,6 @@
 """Arrays of a host onto the devices of all hosts, and back."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -23,6 +24,41 @@ def place(tree: Any, shardings: Any) -> Any:
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.block_until_ready(jax.tree.map(one, tree, shardings))
+
+
+def held_rows(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], devices: Iterable[Any] | None = None
+) -> list[int]:
+    """Which of the B rows of a batch ``shape [A, B, L]`` some devices hold, those of this process: ascending."""
+    places = sharding.devices_indices_map(shape)
+    mine = sharding.addressable_devices if devices is None else devices
+    return sorted({row for d in mine for row in range(*places[d][1].indices(shape[1]))})
+
+
+def place_rows(tree: Any, shardings: Any, rows: list[int], count: int) -> Any:
+    """`place` for arrays ``[A, len(rows), ...]`` of a process that has no other rows than those its devices hold.
+
+    Args:
+        tree: host arrays; those of all processes together make global arrays ``[A, count, ...]``.
+        shardings: where these lie.
+        rows: what `held_rows` found.
+        count: B, the rows of all processes.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+
+    def one(x: np.ndarray, sharding: Any) -> jax.Array:
+        shape = (x.shape[0], count, *x.shape[2:])
+        return jax.make_array_from_callback(shape, sharding, lambda index: part_of(x, rows, count, index))
+
+    return jax.block_until_ready(jax.tree.map(one, tree, shardings))
+
+
+def part_of(x: np.ndarray, rows: list[int], count: int, index: tuple[slice, ...]) -> np.ndarray:
+    """What lies at ``index`` of the global array ``[A, count, ...]``, from its ``rows`` ``x [A, len(rows), ...]``."""
+    first, last, _ = index[1].indices(count)
+    start = int(np.searchsorted(rows, first))
+    return x[(index[0], slice(start, start + last - first), *index[2:])]
 
 
 def fetch(tree: Any) -> Any:

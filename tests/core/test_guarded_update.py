@@ -70,9 +70,7 @@ def untouched(before: TrainState, after: TrainState) -> bool:
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
 
 
-@pytest.mark.parametrize(
-    ("layout", "mapper", "micro_batches"), [("dp2_tp4", "shard_map", 2), ("fsdp4_tp2", "pmap", 1)]
-)
+@pytest.mark.parametrize(("layout", "mapper", "micro_batches"), [("dp2_tp4", "shard_map", 2), ("fsdp4_tp2", "pmap", 1)])
 def test_a_bad_teacher_moves_no_bit(layout, mapper, micro_batches):
     call, good = program(layout, mapper, ForwardKL(), Skip()), micro(documents(), micro_batches)
     before, after, values = call(bad_row(good))
