@@ -54,7 +54,7 @@ def place_rows(tree: Any, shardings: Any, rows: list[int], count: int) -> Any:
     return jax.block_until_ready(jax.tree.map(one, tree, shardings))
 
 
-def part_of(x: np.ndarray, rows: list[int], count: int, index: tuple[slice, ...]) -> np.ndarray:
+def part_of(x: np.ndarray, rows: list[int], count: int, index: Any) -> np.ndarray:
     """What lies at ``index`` of the global array ``[A, count, ...]``, from its ``rows`` ``x [A, len(rows), ...]``."""
     first, last, _ = index[1].indices(count)
     start = int(np.searchsorted(rows, first))
