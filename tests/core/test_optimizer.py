@@ -220,7 +220,7 @@ def test_float16_computes_behind_a_dynamic_scale():
         single = decoder(replace(MODEL.config, param_dtype="float32"))
         teacher = OnlineTeacher(decoder(replace(TEACHER, param_dtype="float32")))
         wide = micro(documents(), 1)
-        many = jax.tree.map(lambda x: np.tile(x, (1, 1024, 1)), wide)
+        many = jax.tree.map(lambda x: np.tile(x, (1, 4096, 1)), wide)
         for kind, scale in (("float32", None), ("float16", None), ("float16", "dynamic")):
             mapping = make_mapper("vmap", "single")
             run = Distillation(single, teacher, MIX, mapping, FusedHead(chunk=512), jnp.dtype(kind))
