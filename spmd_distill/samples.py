@@ -38,7 +38,8 @@ class Samples:
     def cut_back(self, step: int) -> None:
         """Take away what a resumed run, restored at ``step``, is about to write again."""
         if is_first() and self._path.exists():
-            kept = [x for x in self._path.read_text(encoding="utf-8").splitlines() if _step(x) <= step]
+            lines = self._path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+            kept = [line for line in lines if _step(line) <= step]
             draft = self._path.with_suffix(".tmp")
             draft.write_text("".join(f"{x}\n" for x in kept), encoding="utf-8")
             os.replace(draft, self._path)
@@ -81,8 +82,8 @@ class Samples:
 
 
 def _step(line: str) -> float:
-    """The step of a line; beyond all steps for what a kill cut short."""
+    """The step of a line; beyond all steps for what a kill cut short, or what is none."""
     try:
-        return json.loads(line)["step"]
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")

@@ -289,6 +289,8 @@ class Checkpoints:
             self._manager.reload()  # orbax has already struck out the old steps that it did not delete
         if is_of_the_disk(error):
             raise cannot_write(self.folder, error, kept=self.steps()) from error
+        if "does not exist" in str(error) or "NOT_FOUND" in str(error):  # how orbax and tensorstore say it at places
+            raise gone(self.folder) from error
         raise error
 
     def _choose(self, step: int | None) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """Whether the arrays of a step are those of a run, and whose mistake a failed write is."""
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -50,10 +51,10 @@ def is_of_the_disk(error: BaseException) -> bool:
 
 def cannot_write(folder: Path, error: BaseException, kept: list[int] | None = None) -> UserError:
     """The sentence for it; ``kept`` are the finished steps, which are as they were."""
-    if kept is not None and not folder.is_dir():
-        return gone(folder)
     inside = re.search(r"os_error_code='(\d+)'", str(error))  # how tensorstore spells an OSError
     number = int(inside[1]) if inside else getattr(error, "errno", None)
+    if kept is not None and (not folder.is_dir() or (number == errno.ENOENT and not kept)):
+        return gone(folder)  # or made anew by a save that was under way
     cause = os.strerror(number) if number else str(error)
     intact = "" if kept is None else f" (finished steps {kept or 'none'} are intact)"
     fix = "free some space, or take another folder (--run)"

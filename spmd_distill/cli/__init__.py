@@ -9,7 +9,10 @@ import importlib
 import logging
 import os
 import sys
+import threading
+import time
 import traceback
+import warnings
 from collections.abc import Sequence
 
 from spmd_distill.config import setting_names
@@ -18,6 +21,8 @@ from spmd_distill.launcher import MISTAKE, USER_MISTAKE
 
 SUBCOMMANDS = ("demo", "init", "train", "launch", "eval", "report", "export", "prune", "verify", "doctor")
 """Modules of this package, in the order that ``spmd-distill --help`` lists them."""
+_LAST_THREADS = 5.0
+"""Seconds that the threads of a command that failed have to end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +49,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         traceback.print_exc()
         return _leave(1)
+
+
+def command() -> None:
+    """The process of the command: it ends with the exit code of `main`, whatever a save that failed has left behind.
+
+    Where a save fails under way, threads of orbax may wait for ever for what will not come, and Python for them; and
+    tensorstore reports to an event loop that is closed by then.
+    """
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # futures of a failed save that nobody asks any more
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = lambda found: None if "Event loop is closed" in str(found.exc_value) else unraisable(found)
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code:
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        deadline = time.monotonic() + _LAST_THREADS
+        while (waiting := _waiting()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if waiting:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    sys.exit(code)
+
+
+def _waiting() -> bool:
+    """Whether Python would wait for a thread before it ends."""
+    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    return any(not thread.daemon for thread in others)
 
 
 def _leave(code: int) -> int:

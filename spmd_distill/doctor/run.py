@@ -64,7 +64,7 @@ def check_run(path: str | os.PathLike[str], say: Say = lambda message: None) -> 
     done = finished(folder)
     if config is not None:
         findings += guarded("config.yaml", lambda: check_settings(config, folder.path, steps.newest, meta))
-    every = getattr(getattr(config, "logging", None), "every", 1)
+    every = 1 if config is None else config.logging.every
     newest = steps.newest
     findings += guarded("metrics.jsonl", lambda: check_metrics(folder.metrics, newest, every, alive))
     for name in RECORDS:

@@ -84,7 +84,7 @@ def check_records(path: Path, alive: bool = False) -> Iterator[Finding]:
     if cut and not alive:
         yield Finding("note", path.name, CUT, "Nothing: a resumed run goes on with a new line.")
     if not bad:
-        yield Finding("ok", path.name, f"{len(records)} lines.")
+        yield Finding("ok", path.name, f"{len(records)} line(s).")
 
 
 def _record(text: str) -> dict[str, Any]:
