@@ -61,17 +61,17 @@ def main() -> None:
 
 def measure(config: Any, rounds: int, block: int) -> Iterator[Row]:
     """Train as the command does until there are so many pairs of blocks; the rows about them."""
-    import spmd_distill.train as train
+    from spmd_distill import fitting, train
 
     counted: list[Turns] = []
-    compile_step = train.compile_train_step
+    compile_step = fitting.compile_train_step
 
     def counting(*args: Any) -> Any:
         compiled = compile_step(*args)
         counted.append(Turns(compiled.call, rounds, block))
         return replace(compiled, call=counted[0])
 
-    train.compile_train_step = counting
+    fitting.compile_train_step = counting
     try:
         with open(os.devnull, "w") as nowhere:
             from rich.console import Console
@@ -80,7 +80,7 @@ def measure(config: Any, rounds: int, block: int) -> Iterator[Row]:
     except Done:
         pass
     finally:
-        train.compile_train_step = compile_step
+        fitting.compile_train_step = compile_step
     (turns,) = counted
     setting = {"mesh": config.mesh, "rows": config.data.rows, "length": config.data.length, "block": block}
     wall, cpu = ([one[i] / other[i] for one, other in turns.pairs] for i in (0, 1))

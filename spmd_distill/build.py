@@ -36,12 +36,13 @@ class Setup:
     """Learning rate by optimizer step."""
 
     def scheduled(self, step: int, skipped: int = 0) -> dict[str, float]:
-        """The learning rate, and whatever else moves, as used in the optimizer step after ``step`` of them.
+        """The learning rate, the micro-batches, and whatever else moves, in the optimizer step after ``step`` of them.
 
         ``skipped`` of those steps updated nothing: the optimizer, and the learning rate with it, has not seen them.
         """
         learning_rate = float(np.asarray(self.schedule(step - skipped)))
-        return {"learning_rate": learning_rate, **moving_numbers(self.run.objective, step)}
+        moving = moving_numbers(self.run.objective, step)
+        return {"learning_rate": learning_rate, "micro_batches": self.config.data.micro_batches, **moving}
 
     def introduction(self, tokens: int) -> str:
         """What is about to run, as it was really put together, for people."""

@@ -1,5 +1,6 @@
 """The loop: training steps with evaluations and checkpoints in between, on the one clock of optimizer steps."""
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,11 @@ import numpy as np
 
 from spmd_distill.checkpoint import Mark
 from spmd_distill.data import AbstractRows, Prefetch
-from spmd_distill.distributed import any_of, held_rows, is_first, place_rows
+from spmd_distill.distributed import any_of, held_rows, is_first
+from spmd_distill.fitting import FittingStep
 from spmd_distill.guards import Interrupted, name_rows, skip_of
 from spmd_distill.metrics import Meter, MetricWriter, Sink, Work
 from spmd_distill.metrics.steplog import Seen, StepLog
-from spmd_distill.program import Compiled
 from spmd_distill.samples import Samples
 from spmd_distill.saving import Saver
 from spmd_distill.scoring import bad_rows, heldout_batches, score
@@ -43,7 +44,7 @@ class Loop:
     def __init__(
         self,
         saver: Saver,
-        step: Compiled,
+        step: FittingStep,
         teacher: Params,
         heldout: Mapping[str, AbstractRows],
         work: Work = Work(),  # noqa: B008  (frozen)
@@ -63,46 +64,62 @@ class Loop:
         self.setup, self.progress, self.loader, self.session = saver.setup, saver.progress, saver.loader, saver.session
         self.folder, self.stop, self.watch = self.session.folder, self.session.stop, saver.watch
         self.config, run = self.setup.config, self.setup.run
-        self.heldout = heldout_batches(self.setup, heldout)
+        self.sets, self.heldout = heldout, heldout_batches(self.setup, heldout)
         self.eval_step, self.evaluated = run.eval_step(), run.evaluated_params(self.setup.tx)
         self.samples, self.meter, self.sinks = Samples(self.setup, teacher, self.folder.path), Meter(work), sinks
         self.on_cpu = run.mapper.devices[0].platform == "cpu"
-        self.batch_shardings = run.mapper.shardings(run.batch_specs(1))
         shape = (self.loader.micro_batches, self.loader.batch_rows, self.loader.rows.length)
-        self.rows = held_rows(self.batch_shardings.tokens, shape)
+        self.rows = held_rows(run.mapper.shardings(run.batch_specs(1)).tokens, shape)
         """Of every micro-batch, those that this process's devices hold, and no others are made here."""
         self.judges_spikes = skip_of(self.config).spike
         self._measured: list[dict[str, float]] = []
         """What the guards measured since the last line."""
+        self._halvings = 0
+        """How many halvings of the micro-batches were said."""
 
-    def run(self, begun: Callable[[], None] = lambda: None) -> Result:
+    def run(self, begun: Callable[[bool], None] = lambda resume: None) -> Result:
         """Train to the configured step; see `distil`. A run without a checkpoint is resumed from its beginning.
 
-        ``begun`` is called when nothing can refuse the run any more, and before it changes anything in its folder.
+        ``begun`` is called when nothing can refuse the run any more, and before it changes anything in its folder; it
+        is told whether the run is resumed.
+        After a lack of memory that took the state with it, the run is resumed right here, and ``begun`` called again.
         """
+        with self.stop.hold(), self.saver.opened():
+            while True:
+                try:
+                    return self._run(begun)
+                except jax.errors.JaxRuntimeError as error:
+                    self._out_of_memory(error)
+                gc.collect()  # the error is gone, and with it what the frames it came through held on devices
+                self.session = self.saver.session = self.session.again(self.train_step.setup.config)
+                self.meter.stop()
+                self._measured.clear()
+
+    def _run(self, begun: Callable[[bool], None]) -> Result:
+        """The run from the newest checkpoint, or from its beginning, to its end."""
         resume, saver = self.session.resume, self.saver
-        with self.stop.hold(), saver.opened():
-            with self.stop.released():
-                if self.session.has_checkpoints:
-                    state, meta = saver.restore()
-                else:
-                    state, meta = self._start(), dict[str, Any](tokens=0)
-            first = int(state.step)
-            begun()
+        with self.stop.released():
+            if self.session.has_checkpoints:
+                state, meta = saver.restore()
+            else:
+                state, meta = self._start(), dict[str, Any](tokens=0)
+        first = int(state.step)
+        begun(resume)
+        if resume:
+            self.session.note(first, self.config)
+        resume_from = None if not resume else first if first else -1  # an evaluation before step 1 is made again
+        with MetricWriter(self.folder.path, resume_from, enabled=is_first(), sinks=self.sinks) as writer:
             if resume:
-                self.session.note(first, self.config)
-            resume_from = None if not resume else first if first else -1  # an evaluation before step 1 is made again
-            with MetricWriter(self.folder.path, resume_from, enabled=is_first(), sinks=self.sinks) as writer:
-                if resume:
-                    self.watch.goes_on(first, writer.seconds, meta.get("guards"))
-                    self.samples.cut_back(first if first else -1)
-                if "before" not in meta:
-                    meta["before"] = meta["after"] = self.evaluate(state, writer, "evaluating the untrained student")
-                    saver.check_metric(meta["before"])
-                state = self._train(state, meta, first, writer)
-                state, after = saver.to_export(state, meta)
-                params, rate = self.evaluated(state), self.meter.tokens_per_second
-                return Result(params, int(state.step), meta["before"], after, meta["tokens"], rate)
+                self.watch.goes_on(first, writer.seconds, meta.get("guards"))
+                self.samples.cut_back(first if first else -1)
+            self._refit(first)
+            if "before" not in meta:
+                meta["before"] = meta["after"] = self.evaluate(state, writer, "evaluating the untrained student")
+                saver.check_metric(meta["before"])
+            state = self._train(state, meta, first, writer)
+            state, after = saver.to_export(state, meta)
+            params, rate = self.evaluated(state), self.meter.tokens_per_second
+            return Result(params, int(state.step), meta["before"], after, meta["tokens"], rate)
 
     def _train(self, state: TrainState, meta: dict[str, Any], first: int, writer: MetricWriter) -> TrainState:
         config, saver = self.config, self.saver
@@ -123,10 +140,10 @@ class Loop:
             for step in range(first + 1, config.steps + 1):
                 self.meter.start()
                 with self.meter.waiting():
-                    batch = batches.get(step - 1)
-                    batch = place_rows(batch, self.batch_shardings, self.rows, self.loader.batch_rows)
+                    batch = self.train_step.place(batches.get(step - 1), self.rows, self.loader.batch_rows)
                 limit = (np.float32(self.watch.limit),) if self.judges_spikes else ()
                 state, metrics = self.train_step(state, self.teacher, batch, *limit)
+                self._refit(step)
                 if at_once:
                     jax.block_until_ready((state, metrics))
                 self._look(log.add(step, metrics), state, writer)
@@ -197,11 +214,32 @@ class Loop:
             params = setup.pair.start_student(self.teacher, run.mapper, self.config.seed)
             return jax.block_until_ready(create_state(run, setup.tx, params, self.config.seed))
 
+    def _refit(self, step: int) -> None:
+        """Go on with the micro-batches that the step is compiled for, and say so where they were halved."""
+        for before, after, message in self.train_step.halvings[self._halvings :]:
+            values = {"rows": after.data.rows, "micro_batches": after.data.micro_batches}
+            self.watch.events.add(step, "out_of_memory", message, values)
+            if is_first():
+                self.session.halved(before, after)
+        self._halvings = len(self.train_step.halvings)
+        self.setup = self.saver.setup = self.train_step.setup
+        if self.config != self.setup.config:
+            self.config, self.heldout = self.setup.config, heldout_batches(self.setup, self.sets)
+
+    def _out_of_memory(self, error: Exception) -> None:
+        """Halve the micro-batches. Raises the error where it is another one, or where other processes wait for this."""
+        self.train_step.halve(error)
+        if jax.process_count() > 1:
+            before, after, message = self.train_step.halvings[-1]
+            self.session.halved(before, after)
+            error.add_note(f"{message}, from the next start on. Start all processes again, with --resume.")
+            raise error
+
     def _judge(self, step: int, state: TrainState, values: dict[str, float]) -> None:
         """Let the guards look at a step; what they find there may end the run with a `UserError`."""
 
         def find(names: Sequence[str]) -> str:
-            samples, batch = self.loader.samples(step - 1), self.loader.batch(step - 1)
+            samples, batch = self.loader.samples(step - 1), self.train_step.cut(self.loader.batch(step - 1))
             rows = list(range(len(samples)))
             if names:
                 rows = bad_rows(self.setup, self.eval_step, state.params, self.teacher, batch, names, state.step)

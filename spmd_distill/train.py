@@ -13,14 +13,14 @@ from spmd_distill.build import Setup, load_text, prepare, set_up
 from spmd_distill.config import DistributedConfig, RunConfig, to_dict
 from spmd_distill.distributed import all_or_none, check_alike, check_same, is_first, join
 from spmd_distill.finish import compiled_facts, export_student, summarise, work_of
-from spmd_distill.guards import Events, Watch, check_memory, skip_of
+from spmd_distill.fitting import FittingStep
+from spmd_distill.guards import Events, Watch, check_memory
 from spmd_distill.loop import Loop, Result
 from spmd_distill.metrics import Sink, Wandb, check_wandb, plot_curves, results_table
 from spmd_distill.progress import TrainProgress
 from spmd_distill.resuming import Session, changes_table, resumable
 from spmd_distill.runfolder import RunFolder, environment
 from spmd_distill.saving import Saver
-from spmd_distill.state import compile_train_step
 
 
 def distil(
@@ -46,7 +46,7 @@ def distil(
     check_alike(repr(config))
     all_or_none(lambda: check_wandb(config.logging.wandb), first_only=True)
     session = Session.begin(config, resume, allow_changes)
-    folder, stop = session.folder, session.stop
+    folder, stop, asked, config = session.folder, session.stop, config, session.config
     if not is_first():
         console = Console(quiet=True)
     progress = TrainProgress(config.steps, console, enabled=is_first())
@@ -55,6 +55,11 @@ def distil(
         if session.changes:
             console.print(changes_table(session.changes))
         session.check()
+        if config != asked:
+            data = config.data
+            progress.note(
+                f"data.rows {data.rows}, data.micro_batches {data.micro_batches}: more did not fit in this run"
+            )
         start = prepare(config, folder.path / "start", progress.stage, progress.note)
         with progress.stage("opening the teacher"):
             setup = all_or_none(lambda: set_up(config, progress.note, start))
@@ -67,18 +72,21 @@ def distil(
             folder.write_json("environment.json", environment())
         loader, mapper = corpus.loader(config.data, config.seed), setup.run.mapper
         with progress.stage("compiling the training step"):
-            step = compile_train_step(setup.run, setup.tx, loader.batch(0), skip_of(config))
-        needed = None if step.memory is None else step.memory.total
+            step = FittingStep(setup, loader.batch(0))
+        setup, config = step.setup, step.setup.config
+        loader = corpus.loader(config.data, config.seed)  # of the micro-batches that fit
+        needed = None if step.compiled.memory is None else step.compiled.memory.total
         mine = [device for device in mapper.devices if device.process_index == jax.process_index()]
         all_or_none(lambda: check_memory(config, needed, mine, mapper.layout.batch_shards))
         work, sinks = work_of(setup, loader.batch(0)), list[Sink]()
 
-        def begun() -> None:
+        def begun(resume: bool) -> None:
+            sinks.clear()
             if is_first():
-                folder.write_json("compiled.json", compiled_facts(setup, step, work))
+                folder.write_json("compiled.json", compiled_facts(step.setup, step.compiled, work))
                 if config.logging.wandb.project is not None:
-                    settings = to_dict(config)
-                    sinks.append(Wandb(config.logging.wandb, folder.path, settings, session.resume, progress.note))
+                    settings = to_dict(step.setup.config)
+                    sinks.append(Wandb(config.logging.wandb, folder.path, settings, resume, progress.note))
 
         with progress.stage("placing the teacher's weights"):
             teacher = setup.pair.load_teacher(setup.run.mapper)

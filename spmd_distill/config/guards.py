@@ -28,6 +28,9 @@ class GuardsConfig:
     that needs less. Null turns it off."""
     device_memory_gib: float | None = None
     """GiB that a device has, where that is not known or not all ours. Null asks the device; a CPU does not say."""
+    out_of_memory: Literal["halve", "stop"] = "halve"
+    """What happens when a device runs out of memory all the same. ``halve`` cuts ``data.rows`` and doubles
+    ``data.micro_batches``, as often as needed: the same samples and the same gradient in smaller pieces."""
 
     def check(self) -> None:
         """Raise `UserError` for a number that no guard can use."""

@@ -39,12 +39,15 @@ def check_memory(config: RunConfig, needed: int | None, devices: Sequence[Any], 
 
 def smaller(config: RunConfig, batch_shards: int) -> str:
     """The change that costs least and needs less: the same gradient in smaller pieces, then less kept for backward."""
-    data = config.data
-    half = data.rows // 2
-    if data.rows % 2 == 0 and half >= batch_shards and half % batch_shards == 0:
-        return (
-            f"Try --data.rows {half} --data.micro_batches {2 * data.micro_batches}: the same gradient in smaller pieces"
-        )
+    half, twice = half_rows(config, batch_shards), 2 * config.data.micro_batches
+    if half is not None:
+        return f"Try --data.rows {half} --data.micro_batches {twice}: the same gradient in smaller pieces"
     if config.student.remat in ("none", "dots", "sums"):
         return "Try --student.remat full: less is kept for the backward pass"
     return "Try a layout that cuts the parameters over more devices, such as --mesh fsdp, or shorter rows"
+
+
+def half_rows(config: RunConfig, batch_shards: int) -> int | None:
+    """Half of ``data.rows``, where the layout can still spread it evenly over its batch shards."""
+    half, rest = divmod(config.data.rows, 2)
+    return half if rest == 0 and half >= batch_shards and half % batch_shards == 0 else None

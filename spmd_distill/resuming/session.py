@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from spmd_distill.checkpoint import finished_steps, is_of_the_disk, steps_there
@@ -10,6 +10,7 @@ from spmd_distill.config import RunConfig, to_dict
 from spmd_distill.distributed import all_or_none, from_first, is_first
 from spmd_distill.errors import UserError
 from spmd_distill.guards import Interrupted, StopSignal
+from spmd_distill.resuming.halved import recall, remember
 from spmd_distill.resuming.settings import Change, changes, check_changes, saved_settings
 from spmd_distill.runfolder import RunFolder, environment
 
@@ -20,6 +21,8 @@ class Session:
 
     folder: RunFolder
     stop: StopSignal
+    config: RunConfig
+    """The settings of this session: those asked for, in the micro-batches that an earlier one found to fit."""
     resume: bool = False
     """Whether it goes on with a run, from its beginning where there is no checkpoint yet."""
     has_checkpoints: bool = False
@@ -38,15 +41,27 @@ class Session:
         if not resume:
             if is_first():
                 folder.write_config(to_dict(config))
-            return cls(folder, StopSignal())
+            return cls(folder, StopSignal(), config)
+        config = recall(folder, config)
         found = tuple(changes(all_or_none(lambda: saved_settings(folder)), config))
         saved = from_first("saved" if steps_there(folder.checkpoints) else "") == "saved"
-        return cls(folder, StopSignal(), True, saved, found, allow_changes)
+        return cls(folder, StopSignal(), config, True, saved, found, allow_changes)
 
     def check(self) -> None:
         """Raise `UserError` for changes that make it another training, and are not allowed."""
         if self.has_checkpoints:
             check_changes(self.changes, self.allow_changes, self.folder)
+
+    def halved(self, before: RunConfig, after: RunConfig) -> None:
+        """Leave in the folder that the micro-batches were halved, for the next session to begin with them."""
+        remember(self.folder, before, after)
+        self.folder.write_config(to_dict(after))
+
+    def again(self, config: RunConfig) -> "Session":
+        """The session that goes on from the newest checkpoint, in this very process and with these settings."""
+        found = tuple(changes(saved_settings(self.folder), config))
+        there = bool(steps_there(self.folder.checkpoints))
+        return replace(self, config=config, resume=True, has_checkpoints=there, changes=found)
 
     def note(self, step: int, config: RunConfig) -> None:
         """Leave in the folder that the run went on at ``step``, and with which settings."""

@@ -1,5 +1,6 @@
 """Which settings may change between two sessions of a run, and which would make it another run."""
 
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ EXACT = (
     "eval.every", "eval.prompts", "eval.new_tokens", "checkpoint.*",
     "data.cache", "data.workers", "data.prefetch",
     "guards.clip", "guards.teacher", "guards.memory", "guards.device_memory_gib",
+    "guards.out_of_memory",
 )  # fmt: skip
 """Settings that may change freely: no bit of the training depends on them."""
 BY_CONTENT = ("teacher.path", "data.train", "data.heldout")
@@ -28,6 +30,9 @@ ROUNDING = (
     "teacher.attention", "student.attention", "student.remat",
 )  # fmt: skip
 """Settings that may change, and then the run goes on to rounding, not bit for bit."""
+
+TOGETHER = ("data.rows", "data.micro_batches")
+"""Settings of which only the product matters: as long as that stays, the run goes on to rounding."""
 
 _EFFECTS = {
     "exact": "none on the training",
@@ -73,6 +78,8 @@ def changes(old: Mapping[str, Any], config: RunConfig) -> list[Change]:
     for name, new in after.items():
         if (was := before.get(name, default.get(name, _ABSENT))) != new:
             found.append(Change(name, None if was is _ABSENT else was, new, _effect(name, was, config)))
+    if _product(before, default) == _product(after, default):
+        found = [change._replace(effect="rounding") if change.name in TOGETHER else change for change in found]
     gone = [name for name in before if name not in after and before[name] != default.get(name, before[name])]
     return found + [Change(name, before[name], default[name], _effect(name, before[name], config)) for name in gone]
 
@@ -112,6 +119,11 @@ def _same_rates(steps: int, config: RunConfig) -> bool:
     at = np.unique(np.linspace(0, min(steps, config.steps) - 1, 64).astype(int))
     one, other = build_schedule(config.optimizer, steps), build_schedule(config.optimizer, config.steps)
     return all(float(np.asarray(one(int(k)))) == float(np.asarray(other(int(k)))) for k in at)
+
+
+def _product(settings: Mapping[str, Any], default: Mapping[str, Any]) -> Any:
+    numbers = [settings.get(name, default[name]) for name in TOGETHER]
+    return math.prod(numbers) if all(isinstance(n, int) for n in numbers) else None
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

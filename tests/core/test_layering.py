@@ -24,7 +24,7 @@ LAYERS = (
     ("prune",),
     ("student",),
     ("build",),
-    ("scoring", "saving", "finish", "samples"),
+    ("scoring", "saving", "finish", "samples", "fitting"),
     ("loop",),
     ("train", "proof", "runs", "report", "doctor"),
     ("cli", "__init__"),
