@@ -100,6 +100,8 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Hold the folder, so that no other process on this machine trains in it; a kill lets go of it.
 
+        Whoever holds it first takes away what writes that were killed left there.
+
         Where the file system has no locks (some network ones), nothing is held.
 
         Raises:
@@ -118,6 +120,8 @@ class RunFolder:
         except OSError:
             pass  # no locks here
         try:
+            for draft in self.path.glob(".*.tmp"):
+                draft.unlink(missing_ok=True)  # of a write that was killed
             yield
         finally:
             os.close(handle)

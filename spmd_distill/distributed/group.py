@@ -1,5 +1,6 @@
 """How a process joins its group: from settings, the environment, or what JAX knows of the cluster."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -15,6 +16,7 @@ import jax
 
 from spmd_distill.config import DistributedConfig
 from spmd_distill.distributed.agree import check_same
+from spmd_distill.distributed.rollcall import roll_call
 from spmd_distill.errors import UserError
 
 PREFIX = "SPMD_DISTILL_"
@@ -43,8 +45,10 @@ def join(config: DistributedConfig, environ: Mapping[str, str] = os.environ) -> 
                     f"distributed.coordinator is {wanted.coordinator}, and distributed.{name} is not set. Set it, or "
                     f"{PREFIX}{name.upper()} in the environment, or distributed.auto for JAX to find out."
                 )
-    if wanted.coordinator is not None and wanted.process_id is not None:
-        _try(wanted.coordinator, wanted.process_id == 0, wanted.timeout)
+    if wanted.coordinator is not None and wanted.processes is not None and wanted.process_id is not None:
+        roll_call(wanted.coordinator, wanted.processes, wanted.process_id, wanted.timeout)
+        if wanted.process_id > 0:
+            _wait_for_jax(wanted.coordinator, wanted.timeout)
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -122,30 +126,15 @@ def check_alike(run_file: str) -> None:
     )
 
 
-def _try(coordinator: str, listens: bool, seconds: float) -> None:
-    """Reach the coordinator's port, or, as process 0, find it free: what JAX would take minutes to fail at."""
+def _wait_for_jax(coordinator: str, seconds: float) -> None:
+    """Wait until process 0, which is there, has started JAX's service: else JAX would wait a second between tries."""
     host, _, port = coordinator.rpartition(":")
-    if listens:
-        try:
-            with socket.create_server(("", int(port))):
-                return
-        except OSError as error:
-            raise UserError(
-                f"Port {port} of distributed.coordinator cannot be listened at ({error.strerror}). Take another port, "
-                f"or end what uses it; of a group, only one process may have number 0."
-            ) from error
-    began = time.monotonic()
-    while True:
-        try:
+    until = time.monotonic() + min(seconds, 60)
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
-        except OSError as error:
-            if time.monotonic() - began > seconds:
-                raise UserError(
-                    f"Process 0 cannot be reached at {coordinator} within {seconds:g} s ({error.strerror or error}). "
-                    f"Is it running there, and is the port open?"
-                ) from error
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 def _readable(message: str, wanted: DistributedConfig) -> str:

@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 
-CLOCKED = ("seconds", "tokens_per_second", "flops_per_second", "mfu", "data_wait", "peak_rss_gib")
+from spmd_distill import metrics
+
+CLOCKED = ("seconds", "peak_rss_gib", *metrics.CLOCKED)
 """What a clock or the machine says, and no two runs share."""
 
 
 def differences(alone: Path, killed: Path, steps: int, every_eval: int) -> list[str]:
     """What differs between an undisturbed run and another, in sentences; nothing is expected to."""
     wrong = lost_steps(killed, steps, every_eval)
-    for name in ("metrics.jsonl", "events.jsonl"):
+    for name in ("metrics.jsonl", "events.jsonl", "samples.jsonl"):
         one, two = trace(alone / name), trace(killed / name)
         wrong += [f"{name}, line {i}: {a} and {b}" for i, (a, b) in enumerate(zip(one, two, strict=False), 1) if a != b]
         wrong += [f"{name}: {len(one)} and {len(two)} lines"] * (len(one) != len(two))
@@ -38,9 +40,9 @@ def lost_steps(run: Path, steps: int, every_eval: int) -> list[str]:
 
 
 def trace(path: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines without what a clock says; of events, those that a resumed run did not take back."""
+    """A file of JSON lines, if any, without what a clock says, and without events that a resumed run took back."""
     found = list[dict[str, Any]]()
-    for line in map(json.loads, path.read_text().splitlines()):
+    for line in map(json.loads, path.read_text().splitlines() if path.exists() else []):
         if line.get("guard") == "resumed":
             found = [event for event in found if event["step"] <= line["step"]]
         else:

@@ -182,3 +182,11 @@ def test_environment_names_the_commit_of_the_working_folder(tmp_path, monkeypatc
     assert environment()["git"] == {**found, "changed": True}
     monkeypatch.setenv("PATH", "")
     assert environment()["git"] is None
+
+
+def test_what_a_killed_write_left_goes_when_the_folder_is_held(tmp_path):
+    run = RunFolder.create(tmp_path / "run")
+    run.write_json("summary.json", {"steps": 1})
+    (run.path / ".summary.json.4711.tmp").write_text('{"ste')
+    with run.lock():
+        assert [path.name for path in run.path.iterdir()] == ["summary.json"]
