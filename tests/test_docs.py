@@ -242,6 +242,14 @@ def test_every_link_leads_somewhere(page):
             assert anchor in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}, target
 
 
+@pytest.mark.parametrize(("page", "heading"), [("README.md", "## Documentation"), ("docs/index.md", "| Read | for |")])
+def test_every_page_is_listed_once(page, heading):
+    text = (ROOT / page).read_text().partition(heading)[2].partition("\n## ")[0]
+    pages = sorted(path.name for path in ROOT.glob("docs/*.md") if path.name != "index.md")
+    folder = "docs/" if page == "README.md" else ""
+    assert sorted(re.findall(rf"\]\({folder}([a-z-]+\.md)\)", text)) == pages
+
+
 def test_the_readme_has_the_two_commands_that_ci_looks_for():
     readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci/run").read_text()
     patterns = re.findall(r'^\w+_command=\$\(from_readme "(.*)"\)$', ci, re.M)
