@@ -12,7 +12,7 @@ from spmd_distill.checkpoint import Mark
 from spmd_distill.data import AbstractRows, Prefetch
 from spmd_distill.distributed import any_of, held_rows, is_first
 from spmd_distill.fitting import FittingStep
-from spmd_distill.guards import Interrupted, name_rows, skip_of
+from spmd_distill.guards import Interrupted, Profile, name_rows, skip_of
 from spmd_distill.metrics import Meter, MetricWriter, Sink, Work
 from spmd_distill.metrics.steplog import Seen, StepLog
 from spmd_distill.samples import Samples
@@ -135,6 +135,9 @@ class Loop:
             lag=0 if at_once else 1,
             tokens=meta["tokens"],
         )
+        profile = Profile(
+            config, self.watch.events, first, self.train_step.quieter, enabled=is_first() and not self.on_cpu
+        )
         mine = lambda step: self.loader.local(step, self.rows)  # noqa: E731
         with Prefetch(mine, first, config.steps, config.data.prefetch) as batches:
             for step in range(first + 1, config.steps + 1):
@@ -142,7 +145,9 @@ class Loop:
                 with self.meter.waiting():
                     batch = self.train_step.place(batches.get(step - 1), self.rows, self.loader.batch_rows)
                 limit = (np.float32(self.watch.limit),) if self.judges_spikes else ()
+                profile.before(step, state)
                 state, metrics = self.train_step(state, self.teacher, batch, *limit)
+                profile.after(step, metrics)
                 self._refit(step)
                 if at_once:
                     jax.block_until_ready((state, metrics))

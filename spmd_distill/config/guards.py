@@ -31,17 +31,27 @@ class GuardsConfig:
     out_of_memory: Literal["halve", "stop"] = "halve"
     """What happens when a device runs out of memory all the same. ``halve`` cuts ``data.rows`` and doubles
     ``data.micro_batches``, as often as needed: the same samples and the same gradient in smaller pieces."""
+    communication: float | None = 0.2
+    """The share of the devices' time that collectives may take while nothing else runs. More is said once, with the
+    layout that would move least. Null turns it off."""
+    utilisation: float | None = 0.85
+    """The share of the time in which the devices should be at work. Less is said once. Null turns it off."""
+    profile_steps: int | None = 5
+    """Steps whose profile these two are measured in, once a session, soon after its beginning. Not done on a CPU, whose
+    devices share their cores. Null turns it off."""
 
     def check(self) -> None:
         """Raise `UserError` for a number that no guard can use."""
-        for name in ("nonfinite_in_row", "spike_window"):
+        for name in ("nonfinite_in_row", "spike_window", "profile_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise _wrong(name, value, "at least 1" + (", or null" if name != "spike_window" else ""))
         if not self.spike_factor > 1:
             raise _wrong("spike_factor", self.spike_factor, "more than 1")
-        if self.memory is not None and not 0 < self.memory <= 1:
-            raise _wrong("memory", self.memory, "a share above 0 and at most 1, or null")
+        for name in ("memory", "communication", "utilisation"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise _wrong(name, value, "a share above 0 and at most 1, or null")
         if self.device_memory_gib is not None and not self.device_memory_gib > 0:
             raise _wrong("device_memory_gib", self.device_memory_gib, "more than 0, or null")
 

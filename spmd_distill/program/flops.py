@@ -98,7 +98,7 @@ def _of_equation(equation: Any) -> float:
     if name == "pallas_call":
         estimate = params.get("cost_estimate")
         return float(getattr(estimate, "flops", 0.0))
-    inner = [_of(jaxpr) for jaxpr in _inside(params)]
+    inner = [_of(jaxpr) for jaxpr in inside(params)]
     if name == "cond":
         return max(inner, default=0.0)
     times = params["length"] if name == "scan" else 1
@@ -108,7 +108,7 @@ def _of_equation(equation: Any) -> float:
     return times * sum(inner)
 
 
-def _inside(params: dict[str, Any]) -> Iterator[Any]:
+def inside(params: dict[str, Any]) -> Iterator[Any]:
     """The programs that an equation holds: bodies, branches, functions called."""
     for value in params.values():
         for item in value if isinstance(value, (list, tuple)) else (value,):

@@ -20,7 +20,7 @@ EXACT = (
     "eval.every", "eval.prompts", "eval.new_tokens", "checkpoint.*",
     "data.cache", "data.workers", "data.prefetch",
     "guards.clip", "guards.teacher", "guards.memory", "guards.device_memory_gib",
-    "guards.out_of_memory",
+    "guards.out_of_memory", "guards.communication", "guards.utilisation", "guards.profile_steps",
 )  # fmt: skip
 """Settings that may change freely: no bit of the training depends on them."""
 BY_CONTENT = ("teacher.path", "data.train", "data.heldout")
