@@ -104,7 +104,7 @@ def rounded(x: Float[Array, "..."], key: jax.Array) -> Float[Array, "..."]:
     """An array in bfloat16, rounded up or down by chance."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     bits = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(bits & 0xFFFF0000, jnp.float32).astype(jnp.bfloat16)
+    return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32).astype(jnp.bfloat16)
 
 
 def _packed(state: Any, params: Any, dtype: str, count: jax.Array) -> Any:
