@@ -17,6 +17,7 @@ from spmd_distill.head import FusedHead, ReferenceHead
 from spmd_distill.mappers import make_mapper
 from spmd_distill.models import decoder
 from spmd_distill.optimizer import UpdateRule, build_rule, build_schedule
+from spmd_distill.optimizer.moments import held_in
 from spmd_distill.optimizer.named import optimizer_names
 from spmd_distill.optimizer.paths import only
 from spmd_distill.state import compile_train_step, create_state, place_params
@@ -283,6 +284,19 @@ def test_state_in_fewer_bits_takes_its_bytes():
     wide = compiled(rule_of(eps=1e-4), "single").memory.arguments
     half = compiled(rule_of(eps=1e-4, state="bfloat16"), "single").memory.arguments
     assert wide - half == 2 * (8 - 2) * sum(x.size for x in jax.tree.leaves(PARAMS)) - 4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_state_in_fewer_bits_needs_no_float64(dtype):
+    """As users run it. A moment after one update is (1 - b1) times the gradient, to the type's rounding."""
+    with jax.enable_x64(False):
+        params = {"w": jnp.linspace(-1.0, 1.0, 64 * 128).reshape(64, 128)}
+        tx = held_in(optax.scale_by_adam(), dtype)
+        _, state = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
+        held = [x for x in jax.tree.leaves(state) if x.dtype == dtype]
+        assert [x.shape for x in held] == [(64, 128)] * 2
+        if dtype == "bfloat16":
+            np.testing.assert_allclose(held[0].astype(jnp.float32), 0.1 * params["w"], rtol=2**-7)
 
 
 # Settings
