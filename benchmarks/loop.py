@@ -6,8 +6,8 @@ steps in the loop, which reads, places, trains, measures, writes, guards and sho
 the very batches of the block before. Measured are
 
 - milliseconds between two steps in the loop, and of these the wait for data, as ``metrics.jsonl`` has it;
-- the time of a block in the loop over that of its neighbour, the median over all pairs: wall clock, which says something
-  on a quiet machine only, and CPU time.
+- the time of a block in the loop over that of its neighbour, the median over all pairs: CPU time, and wall clock, which
+  says something on a quiet machine only.
 
 The progress goes to a terminal that nobody sees. The exit code is 1 if the loop adds more than 2 % of a step by any of
 these.
