@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import optax
@@ -21,25 +21,23 @@ SNIPPETS = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.M | re.S)
 LLAMA = decoder(
     DecoderConfig(vocab_size=128256, width=2048, layers=16, heads=32, kv_heads=8, head_dim=64, mlp=8192)
 )  # Llama 3.2 1B; nothing of it is ever held
-STATES = ("float32", "bfloat16", "int8")
+State = Literal["float32", "bfloat16", "int8"]
+STATES: tuple[State, ...] = get_args(State)
 NEEDED = {"noisy_sgd": {"eta": 0.01, "gamma": 0.5, "key": 0}}
 VARIANTS = {"`sgd` with `momentum`": ("sgd", {"momentum": 0.9})}
 
 as_known = pytest.mark.skipif(optax.__version__ != "0.2.8", reason="the page lists the optimizers of optax 0.2.8")
 
 
-def bytes_a_parameter(name: str, options: dict[str, Any], state: str) -> str:
+def bytes_a_parameter(name: str, options: dict[str, Any], state: State) -> str:
     """Of the optimizer's own state, with two decimals; a dash where the state may not be rounded."""
     if state != "float32" and name not in MOMENTS:
         return "-"
     config = OptimizerConfig(name=name, options=options, state=state)
     rule = build_rule(config, PrecisionConfig(), build_schedule(config, 10), LLAMA)
     shapes = jax.eval_shape(lambda params: rule.start(params, 0), LLAMA.abstract)
-    held, parameters = (
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes.opt_state)),
-        sum(x.size for x in jax.tree.leaves(LLAMA.abstract)),
-    )
-    return f"{held / parameters:.2f}"
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes.opt_state))
+    return f"{held / sum(x.size for x in jax.tree.leaves(LLAMA.abstract)):.2f}"
 
 
 def wanted_table() -> str:
