@@ -6,6 +6,8 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import optax
@@ -91,7 +93,7 @@ def make(factory: Factory, name: str, arguments: Mapping[str, Any], options: Map
 def _is_optimizer(name: str) -> bool:
     """Whether optax has such a function, and it starts with a learning rate as its optimizers do."""
     found = vars(optax).get(name) or vars(optax.contrib).get(name)  # not getattr: old names warn
-    if name.startswith(("_", "scale_by_")) or name in REFUSED or not inspect.isfunction(found):
+    if name.startswith(("_", "scale_by_")) or name in REFUSED or not isinstance(found, FunctionType | partial):
         return False
     returned = str(inspect.signature(found).return_annotation)
     return (
