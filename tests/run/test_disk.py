@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import tiny_run
+from tiny import lighten, tiny_run
 
 from spmd_distill import cli
 from spmd_distill.checkpoint import Checkpoints, manifest
@@ -111,6 +111,7 @@ def fail_all(home: str, *names: str) -> None:
     from spmd_distill.runtime import prepare_jax
 
     prepare_jax(8, fast_compile=True)
+    lighten(pytest.MonkeyPatch())
     for name in names:
         print(f"\n-- {name}", file=sys.stderr, flush=True)
         print(json.dumps([name, fail(Path(home), name)]), flush=True)
@@ -121,6 +122,13 @@ def fail_all(home: str, *names: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is left
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _light() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        lighten(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,10 @@
 """A tiny teacher on disk, a little text, and a run file over both: a whole run in seconds."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -75,6 +78,35 @@ def tiny_run(folder: Path, *flags: str) -> RunConfig:
             *flags,
         ]
     )  # fmt: skip
+
+
+def lighten(patch: Any) -> None:
+    """Let runs of this process whose settings differ in nothing but the folder share their programs, and draw nothing.
+
+    Most of a tiny run's time is tracing, which is the same each time. Not for tests of what is compiled or said of it.
+    ``patch`` is a `pytest.MonkeyPatch`.
+    """
+    from spmd_distill import fitting, train
+    from spmd_distill.step import Distillation
+
+    def once(make: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+        made: dict[Any, Any] = {}
+
+        def call(*args: Any) -> Any:
+            if (name := key(*args)) not in made:
+                made[name] = make(*args)
+            return made[name]
+
+        return call
+
+    set_up = once(train.set_up, lambda config, say, start: (repr(replace(config, run="")), start))
+    patch.setattr(train, "set_up", lambda config, *rest: replace(set_up(config, *rest), config=config))
+    # the set-ups above are kept, so that an object's number names it for good
+    patch.setattr(train, "work_of", once(train.work_of, lambda setup, batch: (id(setup.run), batch.tokens.shape)))
+    compiled = once(fitting.compile_train_step, lambda run, tx, batch, skip: (id(run), batch.tokens.shape, skip))
+    patch.setattr(fitting, "compile_train_step", compiled)
+    patch.setattr(Distillation, "eval_step", once(Distillation.eval_step, id))
+    patch.setattr(train, "plot_curves", lambda folder: None)
 
 
 def train_until_first_checkpoint(config: RunConfig) -> None:
