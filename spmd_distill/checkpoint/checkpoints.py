@@ -100,6 +100,7 @@ class Checkpoints:
         handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         self._keeping.best = self._best_until(None)
+        self._inode = self._found()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -278,8 +279,16 @@ class Checkpoints:
             self._saving.mark.write(temporary)
         manifest.write_manifest(temporary)
 
+    def _found(self) -> int | None:
+        """What tells the folder from another one at its place; None: there is none."""
+        try:
+            return self.folder.stat().st_ino
+        except OSError:
+            return None
+
     def _give_up(self, error: Exception) -> None:
         """After a failed save: forget the step, clear its leftover, and say whose mistake it was."""
+        taken = self._found() != self._inode  # a save that is under way makes a folder that is gone anew
         if self._saving is not None:
             step, self._base, self._keeping.best = self._saving.step, self._saving.base, self._saving.best
             self._saving = None
@@ -287,9 +296,11 @@ class Checkpoints:
                 for leftover in self.folder.glob(f"{step}{TEMPORARY}*"):
                     shutil.rmtree(leftover, ignore_errors=True)
             self._manager.reload()  # orbax has already struck out the old steps that it did not delete
-        if is_of_the_disk(error):
+        if not taken and is_of_the_disk(error):
             raise cannot_write(self.folder, error, kept=self.steps()) from error
-        if "does not exist" in str(error) or "NOT_FOUND" in str(error):  # how orbax and tensorstore say it at places
+        if (
+            taken or "does not exist" in str(error) or "NOT_FOUND" in str(error)
+        ):  # how orbax and tensorstore say it at places
             raise gone(self.folder) from error
         raise error
 

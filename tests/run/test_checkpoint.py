@@ -321,6 +321,26 @@ def test_a_manifest_that_cannot_be_written_fails_the_save(tmp_path, monkeypatch)
     checkpoints.close()
 
 
+@pytest.mark.parametrize("error", [ValueError("No ArrayMetadata found"), OSError(28, "No space left on device")])
+def test_a_folder_that_a_save_made_anew_is_gone_all_the_same(tmp_path, monkeypatch, error):
+    folder = tmp_path / "checkpoints"
+
+    def taken_away(_):
+        folder.rename(tmp_path / "away")
+        (folder / "2.orbax-checkpoint-tmp").mkdir(parents=True)  # as tensorstore does, which writes into it
+        raise error
+
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, state_at(1), {})
+    checkpoints.wait()
+    monkeypatch.setattr(manifest, "write_manifest", taken_away)
+    checkpoints.save(2, state_at(2), {})
+    with pytest.raises(UserError, match="checkpoints: is gone, so nothing can be saved"):
+        checkpoints.wait()
+    checkpoints.close()
+    assert Checkpoints(tmp_path / "away", read_only=True).steps() == [1]
+
+
 def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / "file").write_text("here")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
