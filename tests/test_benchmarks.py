@@ -398,6 +398,7 @@ def test_the_loop_is_measured_in_a_whole_run(tmp_path):
     assert {row.metric: row.bar for row in rows if row.bar is not None} == {
         "between two steps": of_loop.BAR,
         "CPU time in the loop": 1 + of_loop.BAR,
+        "wall clock in the loop": 1 + of_loop.BAR,
     }
     assert {row.unit for row in rows} == {"ms", "of the step alone", "times the step alone"}
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == []
