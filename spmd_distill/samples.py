@@ -7,8 +7,9 @@ from pathlib import Path
 
 from spmd_distill.build import Setup
 from spmd_distill.distributed import is_first
+from spmd_distill.errors import cannot_write
 from spmd_distill.generation import generate
-from spmd_distill.metrics import MetricWriter, cannot_write
+from spmd_distill.metrics import MetricWriter
 from spmd_distill.types import Params
 
 FILE = "samples.jsonl"

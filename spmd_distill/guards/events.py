@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spmd_distill.errors import UserError
+from spmd_distill.errors import cannot_write
 
 FILE = "events.jsonl"
 
@@ -122,9 +122,7 @@ class Events:
                     text = b"\n" + text  # a kill cut the last line short
                 file.write(text)
         except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot write: {error.strerror or error}; free some space, or take another --run"
-            ) from error
+            raise cannot_write(self.path, error) from error
 
 
 def read_events(folder: str | os.PathLike[str]) -> list[Event]:

@@ -23,7 +23,7 @@ TensorBoard and other sinks the same numbers are ``train/loss``, ``eval/kl``, an
 """
 
 from spmd_distill.metrics.plots import plot_curves
-from spmd_distill.metrics.reading import Line, cannot_write, read_metrics
+from spmd_distill.metrics.reading import Line, read_metrics
 from spmd_distill.metrics.sinks import Sink, Wandb, check_wandb
 from spmd_distill.metrics.table import comparison_table, perplexity, results_table
 from spmd_distill.metrics.throughput import CLOCKED, Meter, Work
@@ -37,7 +37,6 @@ __all__ = [
     "Sink",
     "Wandb",
     "Work",
-    "cannot_write",
     "check_wandb",
     "comparison_table",
     "perplexity",

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd_distill.metrics.reading import cannot_write, read_metrics
+from spmd_distill.errors import cannot_write
+from spmd_distill.metrics.reading import read_metrics
 from spmd_distill.metrics.table import perplexity
 
 

@@ -72,8 +72,3 @@ def truncate(path: Path, step: int) -> float:
                 seconds = max(seconds, line.seconds)
     os.replace(draft, path)
     return seconds
-
-
-def cannot_write(path: Path, error: OSError) -> UserError:
-    """What to raise where a file of the metrics cannot be written."""
-    return UserError(f"{path}: cannot write: {error.strerror or error}; free some space, or take another --run")

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from spmd_distill.errors import UserError
-from spmd_distill.metrics.reading import FILE, Split, cannot_write, truncate
+from spmd_distill.errors import UserError, cannot_write
+from spmd_distill.metrics.reading import FILE, Split, truncate
 from spmd_distill.metrics.sinks import Sink, TensorBoard
 
 _OWN_KEYS = ("step", "split", "set", "seconds", "nonfinite")

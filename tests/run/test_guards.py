@@ -227,3 +227,10 @@ def test_the_change_that_is_proposed_can_be_made(tmp_path):
     assert "--data.rows 2 --data.micro_batches 4" in smaller(config, 2)
     assert "--student.remat full" in smaller(config, 4)
     assert "--mesh fsdp" in smaller(replace(config, student=replace(config.student, remat="full")), 4)
+
+
+def test_a_run_folder_that_is_gone_needs_no_space(tmp_path):
+    events = Events(tmp_path / "run", writes=False)
+    events._writes = True
+    with pytest.raises(UserError, match=r"events\.jsonl: cannot write: .*; its folder is gone"):
+        events.add(1, "spike", "message")
