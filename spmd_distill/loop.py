@@ -48,7 +48,6 @@ class Loop:
         teacher: Params,
         heldout: Mapping[str, AbstractRows],
         work: Work = Work(),  # noqa: B008  (frozen)
-        sinks: Sequence[Sink] = (),
     ):
         """Make ready to train.
 
@@ -58,7 +57,6 @@ class Loop:
             teacher: its weights, placed.
             heldout: the held-out sets by name.
             work: what a step asks of the devices, for the utilisation.
-            sinks: what takes the metrics beside ``metrics.jsonl`` and TensorBoard; read when the run has begun.
         """
         self.saver, self.train_step, self.teacher = saver, step, teacher
         self.setup, self.progress, self.loader, self.session = saver.setup, saver.progress, saver.loader, saver.session
@@ -66,7 +64,7 @@ class Loop:
         self.config, run = self.setup.config, self.setup.run
         self.sets, self.heldout = heldout, heldout_batches(self.setup, heldout)
         self.eval_step, self.evaluated = run.eval_step(), run.evaluated_params(self.setup.tx)
-        self.samples, self.meter, self.sinks = Samples(self.setup, teacher, self.folder.path), Meter(work), sinks
+        self.samples, self.meter = Samples(self.setup, teacher, self.folder.path), Meter(work)
         self.on_cpu = run.mapper.devices[0].platform == "cpu"
         shape = (self.loader.micro_batches, self.loader.batch_rows, self.loader.rows.length)
         self.rows = held_rows(run.mapper.shardings(run.batch_specs(1)).tokens, shape)
@@ -77,11 +75,11 @@ class Loop:
         self._halvings = 0
         """How many halvings of the micro-batches were said."""
 
-    def run(self, begun: Callable[[bool], None] = lambda resume: None) -> Result:
+    def run(self, begun: Callable[[bool], Sequence[Sink]] = lambda resume: ()) -> Result:
         """Train to the configured step; see `distil`. A run without a checkpoint is resumed from its beginning.
 
         ``begun`` is called when nothing can refuse the run any more, and before it changes anything in its folder; it
-        is told whether the run is resumed.
+        is told whether the run is resumed, and returns what takes the metrics beside ``metrics.jsonl`` and TensorBoard.
         After a lack of memory that took the state with it, the run is resumed right here, and ``begun`` called again.
         """
         with self.stop.hold(), self.saver.opened():
@@ -95,7 +93,7 @@ class Loop:
                 self.meter.stop()
                 self._measured.clear()
 
-    def _run(self, begun: Callable[[bool], None]) -> Result:
+    def _run(self, begun: Callable[[bool], Sequence[Sink]]) -> Result:
         """The run from the newest checkpoint, or from its beginning, to its end."""
         resume, saver = self.session.resume, self.saver
         with self.stop.released():
@@ -104,11 +102,11 @@ class Loop:
             else:
                 state, meta = self._start(), dict[str, Any](tokens=0)
         first = int(state.step)
-        begun(resume)
+        sinks = begun(resume)
         if resume:
             self.session.note(first, self.config)
         resume_from = None if not resume else first if first else -1  # an evaluation before step 1 is made again
-        with MetricWriter(self.folder.path, resume_from, enabled=is_first(), sinks=self.sinks) as writer:
+        with MetricWriter(self.folder.path, resume_from, enabled=is_first(), sinks=sinks) as writer:
             if resume:
                 self.watch.goes_on(first, writer.seconds, meta.get("guards"))
                 self.samples.cut_back(first if first else -1)

@@ -21,6 +21,7 @@ class Samples:
     def __init__(self, setup: Setup, teacher: Params, folder: Path):
         self._setup, self._teacher, self._path = setup, teacher, folder / FILE
         self._said: list[str] | None = None
+        self._latest: tuple[int, list[dict[str, str]]] | None = None
 
     def continued(self, student: Params) -> list[dict[str, str]]:
         """``prompt``, ``teacher`` and ``student`` of every prompt. All processes of a run call it together."""
@@ -50,6 +51,13 @@ class Samples:
         wanted, last = self._setup.config.eval, step == self._setup.config.steps
         if not wanted.samples or (step % (wanted.every * wanted.samples_every) and not last):
             return []
+        self._latest = step, self.continued(student)
+        return self._latest[1]
+
+    def at_end(self, step: int, student: Params) -> list[dict[str, str]]:
+        """What `continued` says of the student of ``step``, which the evaluation there may have asked already."""
+        if self._latest is not None and self._latest[0] == step:
+            return self._latest[1]
         return self.continued(student)
 
     def write(self, step: int, found: Sequence[Mapping[str, str]], writer: MetricWriter) -> None:

@@ -70,34 +70,35 @@ def distil(
         progress.note("\n".join([*corpus.notes, setup.introduction(corpus.train.valid_tokens)]))
         if is_first():
             folder.write_json("environment.json", environment())
-        loader, mapper = corpus.loader(config.data, config.seed), setup.run.mapper
+        batch, mapper = corpus.loader(config.data, config.seed).batch(0), setup.run.mapper
         with progress.stage("compiling the training step"):
-            step = FittingStep(setup, loader.batch(0))
+            step = FittingStep(setup, batch)
         setup, config = step.setup, step.setup.config
         loader = corpus.loader(config.data, config.seed)  # of the micro-batches that fit
         needed = None if step.compiled.memory is None else step.compiled.memory.total
         mine = [device for device in mapper.devices if device.process_index == jax.process_index()]
         all_or_none(lambda: check_memory(config, needed, mine, mapper.layout.batch_shards))
-        work, sinks = work_of(setup, loader.batch(0)), list[Sink]()
+        work = work_of(setup, step.cut(batch))
 
-        def begun(resume: bool) -> None:
-            sinks.clear()
-            if is_first():
-                folder.write_json("compiled.json", compiled_facts(step.setup, step.compiled, work))
-                if config.logging.wandb.project is not None:
-                    settings = to_dict(step.setup.config)
-                    sinks.append(Wandb(config.logging.wandb, folder.path, settings, resume, progress.note))
+        def begun(resume: bool) -> list[Sink]:
+            if not is_first():
+                return []
+            folder.write_json("compiled.json", compiled_facts(step.setup, step.compiled, work))
+            if config.logging.wandb.project is None:
+                return []
+            settings = to_dict(step.setup.config)
+            return [Wandb(config.logging.wandb, folder.path, settings, resume, progress.note)]
 
         with progress.stage("placing the teacher's weights"):
             teacher = setup.pair.load_teacher(setup.run.mapper)
         stop.check()
         watch = Watch(config, Events(folder, progress.note, writes=is_first()))
         saver = Saver(setup, session, progress, loader, corpus.heldout, watch)
-        loop = Loop(saver, step, teacher, corpus.heldout, work, sinks)
+        loop = Loop(saver, step, teacher, corpus.heldout, work)
         result = loop.run(begun)
         stop.check()
         with progress.stage("continuing the prompts"):
-            continued = loop.samples.continued(result.params)
+            continued = loop.samples.at_end(result.step, result.params)
         stop.check()
         with progress.stage("exporting the student"):
             export_student(setup, result.params, folder, result.before, result.after)

@@ -124,15 +124,8 @@ def fail_all(home: str, *names: str) -> None:
 # What is left
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _light() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        lighten(patch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Iterator[Path]:
+def home(light, tmp_path_factory) -> Iterator[Path]:
     """A teacher, a text, a run that nothing disturbed, and where this user may mount one, a disk of 4 MiB."""
     folder = tmp_path_factory.mktemp("disk")
     config = tiny_run(folder, *FLAGS)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from rich.console import Console
-from tiny import lighten, tiny_run
+from tiny import tiny_run
 
 from spmd_distill.cli import main
 from spmd_distill.config import parse_config
@@ -26,15 +26,8 @@ from spmd_distill.train import distil
 QUIET = Console(quiet=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _light() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        lighten(patch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
+def home(light, tmp_path_factory) -> Path:
     """A teacher, a text and a finished run."""
     folder = tmp_path_factory.mktemp("doctor")
     distil(tiny_run(folder, "--mesh", "single"), console=QUIET)
