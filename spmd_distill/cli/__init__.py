@@ -23,6 +23,8 @@ SUBCOMMANDS = ("demo", "init", "train", "launch", "eval", "report", "export", "p
 """Modules of this package, in the order that ``spmd-distill --help`` lists them."""
 _LAST_THREADS = 5.0
 """Seconds that the threads of a command that failed have to end."""
+_PARTING = 3.0
+"""Seconds that a process with a mistake waits for the others of its group to have found it too."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.act(options, rest)
     except UserError as error:
         print(f"{MISTAKE}{error}", file=sys.stderr)
-        return _leave(USER_MISTAKE)
+        return _leave(USER_MISTAKE, together=True)
     except KeyboardInterrupt as stop:
         print(f"\nspmd-distill: {stop or 'interrupted'}", file=sys.stderr)
         return getattr(stop, "code", 130) if str(stop) else _leave(130)
@@ -83,9 +85,17 @@ def _waiting() -> bool:
     return any(not thread.daemon for thread in others)
 
 
-def _leave(code: int) -> int:
-    """The exit code. A process of a group ends at once: the others may be in a collective that it never joins."""
+def _leave(code: int, together: bool = False) -> int:
+    """The exit code. A process of a group ends at once: the others may be in a collective that it never joins.
+
+    ``together``: the others may have found the same, and have a moment to say so. JAX aborts, with a stack trace,
+    whoever finds process 0 gone.
+    """
     if _in_group():
+        if together:
+            parting = threading.Thread(target=sys.modules["jax"].distributed.shutdown, daemon=True)
+            parting.start()
+            parting.join(_PARTING)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
