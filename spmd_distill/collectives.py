@@ -301,6 +301,23 @@ def _collect_from_bwd(axis: str, dim: int, _: None, g: jax.Array) -> tuple[jax.A
 collect_from.defvjp(lambda x, axis, dim: (collect_from(x, axis, dim), None), _collect_from_bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def split_to(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Forward: this shard's slice of ``dim`` of what all shards hold. Backward: the slices' gradients concatenated.
+
+    For work that shards of ``axis`` share instead of each doing all of it. The transpose of `collect_from`.
+    """
+    if not _shared(axis):
+        return x
+    size = x.shape[dim] // axis_size(axis)
+    return lax.dynamic_slice_in_dim(to_varying(x, axis), axis_index(axis) * size, size, dim)
+
+
+split_to.defvjp(
+    lambda x, axis, dim: (split_to(x, axis, dim), None), lambda axis, dim, _, g: (collect_from(g, axis, dim),)
+)
+
+
 def same_on(x: jax.Array, axes: Axes) -> jax.Array:
     """Tell `shard_map` that a value, equal on every shard of ``axes`` though computed from varying ones, is equal.
 

@@ -24,6 +24,7 @@ from spmd_distill.collectives import (
     same_on,
     scatter_to,
     shard_index,
+    split_to,
     to_varying,
     vary_like,
 )
@@ -80,6 +81,7 @@ def body(layout, types, same, mine, wide, g_same, g_same_wide, g_mine, g_data, g
     record("gather_from", lambda x: gather_from(x, m, 1), mine, wide)
     record("scatter_to", lambda x: scatter_to(x, m, 1), wide, mine)
     record("collect_from", lambda x: collect_from(x, m, 1), mine, g_same_wide)
+    record("split_to", lambda x: split_to(x, m, 1), g_same_wide, mine)
     record("gather_param", lambda x: gather_param(x, "data", 0, jnp.float32), mine, g_data)
     record("gather_param over two", lambda x: gather_param(x, ("data", m), 0, jnp.float32), mine, g_data_model)
     record("same_on model", lambda x: same_on(x, m), mine)
@@ -135,6 +137,8 @@ def expected_values(same, mine, wide, g_same, g_same_wide, g_mine, g_data, g_dat
         "scatter_to, transposed": joined,
         "collect_from": joined,
         "collect_from, transposed": pieces(g_same_wide, -1),
+        "split_to": pieces(g_same_wide, -1),
+        "split_to, transposed": joined,
         "gather_param": np.broadcast_to(by_data, (*grid, K * d, N)),
         "gather_param, transposed": sum_data,
         "gather_param over two": np.broadcast_to(by_both, (*grid, K * d * m, N)),
@@ -166,6 +170,7 @@ def expected_types(layout: MeshLayout) -> dict[str, set[str]]:
         "reduce_from": batch,
         "reduce_from all": set(),
         "collect_from": batch,
+        "split_to, transposed": batch,
         "same_on model": batch,
         "same_on all": set(),
         "pmax": batch,

@@ -1,0 +1,17 @@
+"""Losses inside the network: between hidden states, attention maps and relations of teacher and student.
+
+Each is a small class; a new one is a class and a line here, and every mapper, layout and test takes it.
+"""
+
+from spmd_distill.features.base import AbstractFeatureLoss as AbstractFeatureLoss
+from spmd_distill.features.base import Side as Side
+from spmd_distill.features.base import Tokens as Tokens
+from spmd_distill.features.layer_maps import AbstractLayerMap as AbstractLayerMap
+from spmd_distill.features.layer_maps import Explicit as Explicit
+from spmd_distill.features.layer_maps import Last as Last
+from spmd_distill.features.layer_maps import Uniform as Uniform
+
+__all__: list[str] = []
+
+FEATURES: dict[str, type[AbstractFeatureLoss]] = {}
+"""Loss by the name that run files use."""
