@@ -9,10 +9,11 @@ import yaml
 from rich.console import Console
 from tiny import as_flags, tiny_run
 
+from spmd_distill.classes import OverSteps
 from spmd_distill.cli import main
-from spmd_distill.compose import OverSteps, build_objective, describe
+from spmd_distill.compose import build_objective, describe
 from spmd_distill.config import ObjectiveConfig, parse_config, to_dict
-from spmd_distill.config.objective import Schedule
+from spmd_distill.config.numbers import Schedule
 from spmd_distill.divergences import DIVERGENCES, ForwardKL
 from spmd_distill.errors import UserError
 from spmd_distill.objective import Objective
