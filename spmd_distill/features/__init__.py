@@ -3,15 +3,21 @@
 Each is a small class; a new one is a class and a line here, and every mapper, layout and test takes it.
 """
 
+from spmd_distill.features.activation import ActivationMaps as ActivationMaps
 from spmd_distill.features.base import AbstractFeatureLoss as AbstractFeatureLoss
 from spmd_distill.features.base import Side as Side
 from spmd_distill.features.base import Tokens as Tokens
+from spmd_distill.features.distances import DISTANCES as DISTANCES
+from spmd_distill.features.hidden import HiddenStates as HiddenStates
 from spmd_distill.features.layer_maps import AbstractLayerMap as AbstractLayerMap
 from spmd_distill.features.layer_maps import Explicit as Explicit
 from spmd_distill.features.layer_maps import Last as Last
 from spmd_distill.features.layer_maps import Uniform as Uniform
 
-__all__: list[str] = []
+__all__: list[str] = ["ActivationMaps", "HiddenStates"]
 
-FEATURES: dict[str, type[AbstractFeatureLoss]] = {}
+FEATURES: dict[str, type[AbstractFeatureLoss]] = {
+    "activation_maps": ActivationMaps,
+    "hidden_states": HiddenStates,
+}
 """Loss by the name that run files use."""

@@ -33,6 +33,7 @@ class Sizes:
     head_dim: int = 6
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    param_dtype: str = "float32"
 
     def shape(self, tap: str) -> tuple[int, ...]:
         """Of one token, whole."""
