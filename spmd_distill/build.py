@@ -85,7 +85,7 @@ def set_up(config: RunConfig, say: Say = lambda message: None, start: Path | Non
         jnp.dtype(config.precision.gradients),
     )
     schedule = build_schedule(config.optimizer, config.steps)
-    rule = build_rule(config.optimizer, config.precision, schedule, pair.student)
+    rule = build_rule(config.optimizer, config.precision, schedule, run.trained)
     run.state_shardings(rule)  # says now what the platform does not have
     return Setup(config, pair, run, rule, schedule)
 

@@ -11,7 +11,7 @@ from spmd_distill.config.objective import ObjectiveConfig, read_divergence, read
 from spmd_distill.divergences import DIVERGENCES, AbstractDivergence, AbstractLabelLoss, CrossEntropy, scheduled
 from spmd_distill.errors import UserError
 from spmd_distill.head import AGREEMENT, FULL, Sampled, Support, TopK
-from spmd_distill.objective import Objective, WeightedTerm
+from spmd_distill.objective import FeatureTerm, Objective, WeightedTerm
 
 _RUN = """
     loss learning_rate grad_norm tokens tokens_per_second perplexity_student perplexity_teacher
@@ -110,6 +110,9 @@ def describe_terms(objective: Objective) -> list[str]:
     """Every term as ``0.9 T^2 x forward_kl at T = 2``."""
     found = []
     for term in objective.terms:
+        if isinstance(term, FeatureTerm):
+            found.append(f"{_said(term.weight)} x {term.name}")
+            continue
         cold = not callable(term.temperature) and term.temperature == 1
         square = " T^2" if term.squared and not cold else ""
         at = "" if cold or isinstance(term.divergence, AbstractLabelLoss) else f" at T = {_said(term.temperature)}"
@@ -130,7 +133,10 @@ def moving_numbers(objective: Objective, step: int) -> dict[str, float]:
     """What the objective's schedules say at an optimizer step: ``forward_kl.weight``, ``skew_kl.skew`` and so on."""
     found: dict[str, Any] = {}
     for label, term in zip(objective.labels, objective.terms, strict=True):
-        found |= {f"{label}.weight": term.weight, f"{label}.temperature": term.temperature}
+        found[f"{label}.weight"] = term.weight
+        if isinstance(term, FeatureTerm):
+            continue
+        found[f"{label}.temperature"] = term.temperature
         found |= {f"{label}.{name}": value for name, value in scheduled(term.divergence).items()}
     return {name: float(np.asarray(value(step))) for name, value in found.items() if callable(value)}
 

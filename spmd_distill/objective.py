@@ -1,7 +1,7 @@
 """What is minimised: a weighted sum of terms. The ONE place that masks tokens and divides by their number."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from spmd_distill.collectives import shard_index
 from spmd_distill.divergences import AbstractDivergence, AbstractLabelLoss, CrossEntropy, Scheduled, ZLoss, scheduled
+from spmd_distill.errors import UserError
+from spmd_distill.features import AbstractFeatureLoss, AbstractLayerMap, Compared, Explicit, Inside, Uniform
 from spmd_distill.head import FULL, AbstractHead, HeadOutput, Sampled, Support, Term, common_vocabulary
 from spmd_distill.types import Batch, Unembedded
 
@@ -30,6 +32,11 @@ class WeightedTerm:
     scale_by_temperature_squared: bool = True
 
     @property
+    def name(self) -> str:
+        """What metrics call it."""
+        return self.divergence.name
+
+    @property
     def squared(self) -> bool:
         """Whether the weight is multiplied by T^2."""
         return self.scale_by_temperature_squared and not isinstance(self.divergence, AbstractLabelLoss)
@@ -40,14 +47,37 @@ class WeightedTerm:
 
 
 @dataclass(frozen=True)
-class Objective:
-    """A weighted sum of token losses, averaged over the valid tokens of the whole optimizer step.
+class FeatureTerm:
+    """One summand: a loss inside the network, at pairs of layers, with its weight. Its value is the mean over pairs."""
 
+    loss: AbstractFeatureLoss
+    layers: AbstractLayerMap | tuple[tuple[int, int], ...] = field(default_factory=Uniform)
+    """Which layers are compared: a rule, or pairs (student's, teacher's). A loss at the final norm is at the end."""
+    weight: Scheduled = 1.0
+
+    @property
+    def name(self) -> str:
+        """What metrics call it."""
+        return self.loss.name
+
+    def between(self, label: str, student: int, teacher: int) -> Compared:
+        """The loss at its pairs, for models of so many layers. Raises `UserError` where the layer map has none."""
+        if "final_norm" in self.loss.taps:
+            return Compared(label, self.loss, ((student - 1, teacher - 1),))
+        layers = self.layers if isinstance(self.layers, AbstractLayerMap) else Explicit(self.layers)
+        return Compared(label, self.loss, layers.pairs(student, teacher))
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A weighted sum of losses, averaged over the valid tokens of the whole optimizer step.
+
+    Terms are losses on tokens' distributions, which a head computes, and losses inside the network (`FeatureTerm`).
     ``support`` says which tokens of the vocabulary the separable divergences look at, ``vocab_size`` how many tokens
     the two models share (default: the smaller vocabulary, with a warning where they differ).
     """
 
-    terms: tuple[WeightedTerm, ...]
+    terms: tuple[WeightedTerm | FeatureTerm, ...]
     support: Support = FULL
     vocab_size: int | None = None
 
@@ -77,24 +107,55 @@ class Objective:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """A name for every term: its divergence's, numbered from the second of the same name on."""
-        names = [t.divergence.name for t in self.terms]
+        """A name for every term: its loss', numbered from the second of the same name on."""
+        names = [t.name for t in self.terms]
         before = [names[:i].count(name) for i, name in enumerate(names)]
         return tuple(name if not n else f"{name}_{n + 1}" for name, n in zip(names, before, strict=True))
 
+    @property
+    def on_tokens(self) -> dict[str, WeightedTerm]:
+        """The terms that a head computes, by label."""
+        named = zip(self.labels, self.terms, strict=True)
+        return {label: t for label, t in named if isinstance(t, WeightedTerm)}
+
+    @property
+    def features(self) -> dict[str, FeatureTerm]:
+        """The terms inside the network, by label."""
+        return {label: t for label, t in zip(self.labels, self.terms, strict=True) if isinstance(t, FeatureTerm)}
+
+    def inside(self, student: Any, teacher: Any) -> Inside | None:
+        """The losses inside the network between two models of these `DecoderConfig`s; None where there are none.
+
+        Raises `UserError` where one cannot be had of these models, or one of them is none of ours.
+        """
+        if not self.features:
+            return None
+        for model, config in (("student", student), ("teacher", teacher)):
+            if config is None:
+                raise UserError(
+                    f"The objective has a term inside the network ({next(iter(self.features))}), and the {model} is no "
+                    f"model of ours: nobody can look inside. Take a decoder of this library, or leave the term out."
+                )
+        found = (t.between(label, student.layers, teacher.layers) for label, t in self.features.items())
+        return Inside(tuple(found), student, teacher)
+
     def coefficients(self, step: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Weights and temperatures of all terms at an optimizer step, ``[terms]`` each."""
-        temperatures = [_at(t.temperature, step, dtype) for t in self.terms]
+        """Weights and temperatures of the terms on tokens at an optimizer step, ``[terms]`` each."""
+        terms = self.on_tokens.values()
+        temperatures = [_at(t.temperature, step, dtype) for t in terms]
         weights = [
             _at(t.weight, step, dtype) * (temp * temp if t.squared else 1)
-            for t, temp in zip(self.terms, temperatures, strict=True)
+            for t, temp in zip(terms, temperatures, strict=True)
         ]
+        if not weights:
+            return jnp.zeros(0, dtype), jnp.zeros(0, dtype)
         return jnp.stack(weights), jnp.stack(temperatures)
 
     def parameters(self, step: jax.Array, dtype: Any) -> tuple[dict[str, jax.Array], ...]:
-        """The scheduled parameters of each term's divergence at an optimizer step."""
+        """The scheduled parameters of each divergence at an optimizer step."""
         return tuple(
-            {name: _at(value, step, dtype) for name, value in scheduled(t.divergence).items()} for t in self.terms
+            {name: _at(value, step, dtype) for name, value in scheduled(t.divergence).items()}
+            for t in self.on_tokens.values()
         )
 
     def __call__(
@@ -111,8 +172,11 @@ class Objective:
         vocab_axes: tuple[str, ...] = ("model",),
         key: jax.Array | None = None,
         scale: jax.Array | None = None,
+        inside: Mapping[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """This shard's share of the loss (its sum over valid tokens / ``count``) and the sums behind the metrics.
+
+        ``inside`` are the sums of the terms inside the network, by label (`Inside`).
 
         ``count`` is the GLOBAL number of valid tokens of the optimizer step: adding the shares of all shards and
         micro-batches gives the mean, whatever the data-parallel width, accumulation, packing or padding. ``key``
@@ -125,10 +189,12 @@ class Objective:
         weights = weights / jnp.maximum(count, 1).astype(dtype)
         if scale is not None:
             weights = weights * scale.astype(dtype)
-        terms = tuple(t.for_head(label) for t, label in zip(self.terms, self.labels, strict=True))
+        terms = tuple(t.for_head(label) for label, t in self.on_tokens.items())
         if jnp.promote_types(teacher.hidden.dtype, jnp.float32) != dtype:  # one of them is float64
             teacher = jax.tree.map(lambda x: x.astype(dtype), teacher)
         student, teacher = common_vocabulary(student, teacher, terms, self.vocab_size)
+        if not terms:  # the head has metrics to compute, and no gradient
+            student = jax.lax.stop_gradient(student)
         labels, mask = batch.labels.reshape(-1), batch.mask.reshape(-1)
         out: HeadOutput = head(
             student,
@@ -145,8 +211,14 @@ class Objective:
             vocab_axes=vocab_axes,
             batch_axes=batch_axes,
         )
-        total = jax.lax.stop_gradient(out.loss) * jnp.maximum(count, 1)
-        return out.loss, {"loss": total if scale is None else total / scale.astype(total.dtype), **out.sums}
+        loss, sums = out.loss, dict(out.sums)
+        for label, term in self.features.items():
+            weight = _at(term.weight, step, dtype) / jnp.maximum(count, 1).astype(dtype)
+            value = (inside or {})[label].astype(dtype)
+            loss = loss + value * (weight if scale is None else weight * scale.astype(dtype))
+            sums[label] = jax.lax.stop_gradient(value)
+        total = jax.lax.stop_gradient(loss) * jnp.maximum(count, 1)
+        return loss, {"loss": total if scale is None else total / scale.astype(total.dtype), **sums}
 
     def _uniforms(
         self, key: jax.Array | None, step: jax.Array, tokens: int, batch_axes: tuple[str, ...]

@@ -56,7 +56,11 @@ def place_params(params: Any, model: AnyModel, mapper: AbstractMapper) -> Params
 def create_state(
     run: Distillation, tx: optax.GradientTransformation | UpdateRule, params: Params, seed: int
 ) -> TrainState:
-    """A state at step 0 around ``params`` (which it takes over), with the optimizer's moments sharded like them."""
+    """A state at step 0 around ``params`` (which it takes over), with the optimizer's moments sharded like them.
+
+    Parameters of losses inside the network are made here, where ``params`` are the student's alone.
+    """
+    params = run.trained.complete(params, run.mapper, seed)
     make = functools.partial(as_rule(tx).start, seed=seed)
     return jax.jit(make, out_shardings=run.state_shardings(tx), donate_argnums=0)(params)
 

@@ -19,9 +19,10 @@ import optax
 
 from spmd_distill.collectives import psum, to_varying, vary_like
 from spmd_distill.distributed import place
+from spmd_distill.features import Inside, Tokens, Trained
 from spmd_distill.head import AbstractHead, FusedHead
 from spmd_distill.mappers import AbstractMapper
-from spmd_distill.models import Shard
+from spmd_distill.models import Model, Shard
 from spmd_distill.models.foreign import AnyModel, ForeignModel
 from spmd_distill.objective import Objective
 from spmd_distill.optimizer import SKIP, Skip, UpdateRule, as_rule, filled, moment_specs, on_host, only, state_specs
@@ -48,6 +49,17 @@ class Distillation:
         """The cut that both models run in."""
         return Shard(self.mapper.layout, jnp.dtype(self.compute_dtype))
 
+    @functools.cached_property
+    def inside(self) -> Inside | None:
+        """The losses inside the network between the two models. Raises `UserError` where these have none such."""
+        student, teacher = (m.config if isinstance(m, Model) else None for m in (self.student, self.teacher.model))
+        return self.objective.inside(student, teacher)
+
+    @functools.cached_property
+    def trained(self) -> Trained:
+        """What a state's parameters are: the student's, and those of losses inside the network."""
+        return Trained(self.student, None if self.inside is None else self.inside.parameters)
+
     # -- shard bodies ---------------------------------------------------------------------------------------------
 
     def train_body(
@@ -66,7 +78,7 @@ class Distillation:
         the parameters that ``trained`` says (`UpdateRule.trained`).
         """
         batch_axes = self.mapper.layout.batch_axes
-        missing = self._unsharded_batch_axes(self.student.specs(self.mapper.layout))
+        missing = self._unsharded_batch_axes(self.trained.specs(self.mapper.layout))
         count = psum(jnp.sum(batch.mask, dtype=jnp.int32), batch_axes)
         key = jax.random.fold_in(jax.random.key(seed), step)
         # Marked as different on every batch shard, parameters have local gradients, which are summed once, below.
@@ -104,11 +116,13 @@ class Distillation:
         key: Any,
         scale: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        targets = self.teacher.targets(teacher_params, batch, shard)
-        student = self.student.apply(params, batch, shard, key)
+        inside, (params, own) = self.inside, self.trained.parted(params)
+        targets, theirs = self.teacher.targets(teacher_params, batch, shard, inside.teacher_taps if inside else {})
+        student, mine = self.student.apply_tapped(params, batch, shard, inside.student_taps if inside else {}, key)
+        sums = inside(mine, theirs, Tokens(batch.segments, batch.mask, shard), own) if inside else {}
         axes = {"batch_axes": shard.layout.batch_axes, "vocab_axes": shard.layout.vocab_axes}
         return self.objective(
-            self.head, student, targets, batch, step, count, agreement=True, key=key, scale=scale, **axes
+            self.head, student, targets, batch, step, count, agreement=True, key=key, scale=scale, inside=sums, **axes
         )
 
     def _over_micro_batches(
@@ -244,13 +258,13 @@ class Distillation:
         fourth argument, the largest loss as a float32 scalar.
         """
         rule, layout, shardings = as_rule(tx), self.mapper.layout, self.mapper.shardings
-        specs = self.student.specs(layout)
+        specs = self.trained.specs(layout)
         cut = only(rule.trained, specs)
         whole = (REPLICATED,) * (2 if rule.loss_scale is None else 3)
         given = (specs, self.teacher.model.specs(layout), self.batch_specs(1), *whole)
         train = functools.partial(self.gradients if self.foreign else self.train_body, trained=rule.trained)
         body = train if self.foreign else self.mapper.map(train, given, (cut, REPLICATED, REPLICATED))
-        spread = shardings(only(rule.trained, moment_specs(rule, self.student.abstract, specs, layout)))
+        spread = shardings(only(rule.trained, moment_specs(rule, self.trained.abstract, specs, layout)))
         resting, working = self.state_shardings(rule), self.state_shardings(replace(rule, offload=False))
 
         def place(tree: Any) -> Any:
@@ -281,14 +295,14 @@ class Distillation:
             return lambda state: state.params
         working = self.state_shardings(replace(rule, offload=False))
         bring = lambda state: jax.device_put(state, working) if rule.offload else state  # noqa: E731
-        where = self.mapper.shardings(self.student.specs(self.mapper.layout))
+        where = self.mapper.shardings(self.trained.specs(self.mapper.layout))
         return jax.jit(lambda state: rule.evaluated(bring(state)), out_shardings=where)
 
     def eval_step(self) -> Callable[[Params, Params, Batch, jax.Array], Metrics]:
         """Compile on first call: ``(params, teacher_params, batch [B, L], step) -> metrics``, sums over the batch."""
         layout = self.mapper.layout
         specs = (
-            self.student.specs(layout),
+            self.trained.specs(layout),
             self.teacher.model.specs(layout),
             self.batch_specs(0),
             REPLICATED,
@@ -322,12 +336,12 @@ class Distillation:
 
     def abstract_state(self, tx: optax.GradientTransformation | UpdateRule) -> TrainState:
         """Shapes and types of a state."""
-        return jax.eval_shape(lambda p: as_rule(tx).start(p, 0), self.student.abstract)
+        return jax.eval_shape(lambda p: as_rule(tx).start(p, 0), self.trained.abstract)
 
     def state_specs(self, tx: optax.GradientTransformation | UpdateRule) -> TrainState:
         """Where every part of the train state lies; the optimizer's moments follow their parameters."""
         layout = self.mapper.layout
-        return state_specs(as_rule(tx), self.student.abstract, self.student.specs(layout), layout)
+        return state_specs(as_rule(tx), self.trained.abstract, self.trained.specs(layout), layout)
 
     def state_shardings(self, tx: optax.GradientTransformation | UpdateRule) -> TrainState:
         """`state_specs` on the mapper's devices, or in their host's memory (`UpdateRule.offload`).

@@ -12,7 +12,12 @@ from spmd_distill.features.hidden import HiddenStates as HiddenStates
 from spmd_distill.features.layer_maps import AbstractLayerMap as AbstractLayerMap
 from spmd_distill.features.layer_maps import Explicit as Explicit
 from spmd_distill.features.layer_maps import Last as Last
+from spmd_distill.features.layer_maps import Pairs as Pairs
 from spmd_distill.features.layer_maps import Uniform as Uniform
+from spmd_distill.features.pairs import Compared as Compared
+from spmd_distill.features.pairs import Inside as Inside
+from spmd_distill.features.parameters import FEATURES_KEY as FEATURES_KEY
+from spmd_distill.features.parameters import Trained as Trained
 
 __all__: list[str] = ["ActivationMaps", "HiddenStates"]
 

@@ -197,7 +197,9 @@ def _walk(
     sums, gradients = lax.fori_loop(0, trips, body, start)
     # Shards that looked at each other's tokens all hold the same sums: each keeps its equal share of them.
     sums = psum(sums, program.vocab_axes) / axis_size(program.gathered)
-    loss = jnp.sum(weights * sums[: len(program.terms)])
+    # Of this shard, as its tokens are, also where the sum above made it equal on all: what is added to it later may
+    # differ between shards, and its own gradient is not the sum of theirs.
+    loss = vary_like(jnp.sum(weights * sums[: len(program.terms)]), mask)
     return loss, sums, gradients
 
 

@@ -1,6 +1,6 @@
 """A model as the step sees it: pure parameters and one function, split from its nnx module once, at the edge."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from spmd_distill.collectives import (
     scatter_to,
     shard_index,
 )
+from spmd_distill.models.taps import Tap as Tap
+from spmd_distill.models.taps import Wanted as Wanted
 from spmd_distill.sharding import MeshLayout, Specs, sharded_axes, spec_axes
 from spmd_distill.types import Batch, Params, Unembedded
 
@@ -155,14 +157,14 @@ class Model:
         return module(batch, shard, self.uses(shard.layout), None, cache)
 
     def apply_tapped(
-        self, params: Params, batch: Batch, shard: Shard, taps: Mapping[str, Callable[[jax.Array], Any]]
+        self, params: Params, batch: Batch, shard: Shard, taps: Wanted, dropout_key: jax.Array | None = None
     ) -> tuple[Unembedded, dict[str, Any]]:
-        """As `apply`, and for each of ``taps`` what its function made of the array there (see `taps.TAPS`).
+        """As `apply`, and for each of ``taps`` what it makes of the arrays that pass there (see `taps.TAPS`).
 
-        What comes back is stacked: ``[layers, ...]``.
+        What comes back is stacked: ``[layers, ...]``, of all layers or of those that the tap names.
         """
         module: Any = nnx.merge(self._graphdef, params)
-        return module(batch, shard, self.uses(shard.layout), taps=taps)
+        return module(batch, shard, self.uses(shard.layout), dropout_key, taps=taps)
 
     @property
     def parameter_count(self) -> int:

@@ -13,7 +13,7 @@ from spmd_distill.models.cache import Cache, LayerCache
 from spmd_distill.models.config import REMAT_POLICIES, DecoderConfig
 from spmd_distill.models.layers import Attention, GatedMLP, RMSNorm, embed_tokens
 from spmd_distill.models.rope import Rotation, rotation_of
-from spmd_distill.models.taps import Wanted, listening, tap
+from spmd_distill.models.taps import Kept, Wanted, listening, tap
 from spmd_distill.types import Batch, LogitTransform, Unembedded
 
 _NO_WINDOW = 2**30
@@ -42,15 +42,16 @@ class Block(nnx.Module):
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """One layer: ``h [B, Llocal, D]`` in and out; ``factors`` multiply the two residual branches (dropout)."""
+        tap("block_input", h)
         x = shard.enter(h if self.norms == "after" else self.attention_norm(h, shard))
         x, cache = self.attention(tap("attention_input", x), rotation, segments, shard, window, cache)
         x = shard.leave(x)
-        x = x if self.norms == "before" else self.attention_post_norm(x, shard)
+        x = tap("attention_output", x if self.norms == "before" else self.attention_post_norm(x, shard))
         h = h + (x if factors is None else x * factors[0])
         x = shard.enter(h if self.norms == "after" else self.mlp_norm(h, shard))
         x = shard.leave(self.mlp(tap("mlp_input", x)))
-        x = x if self.norms == "before" else self.mlp_post_norm(x, shard)
-        return h + (x if factors is None else x * factors[1]), cache
+        x = tap("mlp_output", x if self.norms == "before" else self.mlp_post_norm(x, shard))
+        return tap("block_output", h + (x if factors is None else x * factors[1])), cache
 
 
 class Decoder(nnx.Module):
@@ -105,16 +106,28 @@ class Decoder(nnx.Module):
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         memories = None if cache is None else (cache.k, cache.v)
         layers = (jnp.arange(config.layers), nnx.to_pure_dict(stacked), memories)
-        h, (seen, written) = jax.lax.scan(layer, vary_like(h, batch.tokens), layers)
+        h = vary_like(h, batch.tokens)
+        kept, inside = Kept(taps or {}, config.layers), {}
+        if taps:
+            _, (seen, _) = jax.eval_shape(layer, h, jax.tree.map(lambda x: x[0], layers))
+            inside = kept.start(seen, h)
 
-        h = self.norm(h, shard)
+        def through(carried: tuple[jax.Array, Any], xs: Any) -> tuple[Any, Any]:
+            h, inside = carried
+            h, (seen, written) = layer(h, xs)
+            inside, rest = kept.put(inside, seen, xs[0])
+            return (h, inside), (rest, written)
+
+        (h, inside), (seen, written) = jax.lax.scan(through, (h, inside), layers)
+        with listening(taps or {}) as at_end:
+            h = tap("final_norm", self.norm(h, shard))
         if shard.layout.sequence_sharded:  # a head sees all tokens of its rows on every shard of model
             whole: Any = collect_from(h, "model", 1)
             h = whole
         transform = LogitTransform(config.tokens, softcap=config.logit_softcap)
         out = Unembedded(h.reshape(-1, config.width), unembed, transform)
         if taps is not None:
-            return out, seen
+            return out, {**seen, **inside, **jax.tree.map(lambda x: x[None], at_end)}
         if cache is None or written is None:
             return out
         return out, cache.after(written[0], written[1], batch.segments.shape[1])

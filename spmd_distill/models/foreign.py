@@ -20,6 +20,7 @@ from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models.annotations import Rule, annotated_spec
 from spmd_distill.models.base import Model, Shard, path_name
 from spmd_distill.models.config import VOCAB_MULTIPLE
+from spmd_distill.models.taps import Wanted
 from spmd_distill.sharding import REPLICATED, MeshLayout, Specs
 from spmd_distill.types import Batch, LogitTransform, Params, Unembedded
 
@@ -102,6 +103,13 @@ class ForeignModel:
                 f"Distillation, and cannot run inside a shard body."
             )
         return outputs
+
+    def apply_tapped(
+        self, outputs: Unembedded, batch: Batch, shard: Shard, taps: Wanted, dropout_key: jax.Array | None = None
+    ) -> tuple[Unembedded, dict[str, Any]]:
+        """As `apply`: nobody can look inside."""
+        assert not taps
+        return self.apply(outputs, batch, shard, dropout_key), {}
 
     def _on_shards(
         self, params: Params, batch: Batch, mesh: Any, layout: MeshLayout, key: jax.Array | None

@@ -122,7 +122,8 @@ class Attention(nnx.Module):
         c = self.config
         plan = head_plan(c.heads, c.kv_heads, shard.tensor_parallel)
         q, k, v = self._project(x, plan)
-        q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k = tap("queries", rotate(q, rotation)), tap("keys", rotate(k, rotation))
+        tap("values", v)
         scores = Scores(c.attention_scale, c.attention_softcap, c.attention)
         if cache is not None:
             cache = cache.write(k, v)

@@ -9,7 +9,6 @@ import optax
 
 from spmd_distill.config import OptimizerConfig, PrecisionConfig
 from spmd_distill.errors import UserError
-from spmd_distill.models import Model
 from spmd_distill.models.base import path_name
 from spmd_distill.optimizer.moments import MOMENTS, held_in
 from spmd_distill.optimizer.named import MASKS, accepted, find_optimizer, make
@@ -29,10 +28,8 @@ CALLED = {
 """Settings that an optimizer has under another name."""
 
 
-def build_rule(
-    config: OptimizerConfig, precision: PrecisionConfig, schedule: optax.Schedule, model: Model
-) -> UpdateRule:
-    """What the run file asks for, for the parameters of ``model``.
+def build_rule(config: OptimizerConfig, precision: PrecisionConfig, schedule: optax.Schedule, model: Any) -> UpdateRule:
+    """What the run file asks for, for the parameters of ``model``: a `Model`, or all that is trained beside it.
 
     Raises `UserError` for an unknown optimizer, option or parameter, and for settings that exclude each other.
     """
@@ -55,7 +52,7 @@ def build_rule(
     return replace(rule, ema=config.ema)
 
 
-def _tried(rule: UpdateRule, name: str, model: Model) -> Any:
+def _tried(rule: UpdateRule, name: str, model: Any) -> Any:
     """The abstract state after an abstract step. Raises `UserError` where the optimizer cannot make one."""
 
     def step(params: Any) -> Any:
@@ -70,7 +67,7 @@ def _tried(rule: UpdateRule, name: str, model: Model) -> Any:
         ) from error
 
 
-def build_optimizer(config: OptimizerConfig, schedule: optax.Schedule, model: Model) -> optax.GradientTransformation:
+def build_optimizer(config: OptimizerConfig, schedule: optax.Schedule, model: Any) -> optax.GradientTransformation:
     """The optimizer that the run file names, behind a clip of the global gradient norm, its moments in few bits."""
     if config.state != "float32" and config.name not in MOMENTS:
         raise UserError(
@@ -85,7 +82,7 @@ def build_optimizer(config: OptimizerConfig, schedule: optax.Schedule, model: Mo
     return held_in(tx, config.state)
 
 
-def _arguments(config: OptimizerConfig, factory: Any, schedule: optax.Schedule, model: Model) -> dict[str, Any]:
+def _arguments(config: OptimizerConfig, factory: Any, schedule: optax.Schedule, model: Any) -> dict[str, Any]:
     """The settings that an optimizer takes, by its own names for them."""
     known, called = accepted(factory), CALLED.get(config.name, {})
     takes = lambda name: known is None or name in known  # noqa: E731
@@ -112,7 +109,7 @@ def _arguments(config: OptimizerConfig, factory: Any, schedule: optax.Schedule, 
     return found
 
 
-def matrices(model: Model) -> Any:
+def matrices(model: Any) -> Any:
     """For Muon: which parameters are matrices, and between which of their dimensions.
 
     The layers of a stack are matrices of their own. What has no ``embed`` dimension (biases, scales of heads) and what

@@ -18,7 +18,7 @@ from spmd_distill.distributed import fetch, place
 from spmd_distill.divergences import ForwardKL
 from spmd_distill.head import FusedHead
 from spmd_distill.mappers import AbstractMapper
-from spmd_distill.models import Model, Shard
+from spmd_distill.models.base import Model, Shard, Tap
 from spmd_distill.models.heads import head_plan
 from spmd_distill.objective import Objective
 from spmd_distill.sharding import REPLICATED, MeshLayout
@@ -66,7 +66,7 @@ def activations(
             return psum(every[:-1], "model")
 
         taps = {"mlp_neurons": norm, "attention_heads": of_heads, "attention_input": norm, "mlp_input": norm}
-        _, seen = model.apply_tapped(params, batch, shard, taps)
+        _, seen = model.apply_tapped(params, batch, shard, {name: Tap(make) for name, make in taps.items()})
         seen |= {name: same_on(seen[name], "model") for name in ("attention_input", "mlp_input")}
         return psum(seen, layout.batch_axes)
 

@@ -251,7 +251,7 @@ def test_steps_move_dropout_and_no_key_means_none():
     layout = MeshLayout.load("single")
 
     def body(params, batch):
-        return teacher.targets(params, batch, Shard(layout, jnp.float64)).hidden.reshape(B, L, -1)
+        return teacher.targets(params, batch, Shard(layout, jnp.float64), {})[0].hidden.reshape(B, L, -1)
 
     targets = jax.jit(make_mapper("vmap", layout).map(body, (P(), P()), P()))(params, batch)
     np.testing.assert_allclose(targets, runner(ODD, "single")(params, batch)[0], rtol=1e-12, atol=1e-12)

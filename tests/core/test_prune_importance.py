@@ -8,7 +8,7 @@ from prunable import ONE, B, L, batch_of, model_of
 
 from spmd_distill.mappers import make_mapper
 from spmd_distill.models import Shard
-from spmd_distill.models.taps import TAPS
+from spmd_distill.models.taps import Tap
 from spmd_distill.prune import (
     Importance,
     Keep,
@@ -54,7 +54,7 @@ def test_importance_by_hand():
     """A neuron's: the mean of its absolute value over a row's tokens, padding left out; the root of the squared sum."""
     model, params = model_of("llama")
     shard = Shard(ONE.layout, jnp.dtype("float64"))
-    keep = dict.fromkeys(TAPS, lambda x: x)
+    keep = dict.fromkeys(("attention_input", "attention_heads", "mlp_input", "mlp_neurons"), Tap())
     spec = ONE.layout.spec(())
     body = ONE.map(lambda p, b: model.apply_tapped(p, b, shard, keep)[1], (spec, spec), spec)
     seen = jax.tree.map(np.asarray, jax.jit(body)(params, batch_of()))

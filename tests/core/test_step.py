@@ -73,11 +73,11 @@ def params_of(config: DecoderConfig, seed: int = 0) -> Any:
 class Poisoned(OnlineTeacher):
     """A teacher whose hidden state is NaN where the label is -1 and minus infinity where it is -2."""
 
-    def targets(self, params, batch, shard):
-        out = super().targets(params, batch, shard)
+    def targets(self, params, batch, shard, taps):
+        out, seen = super().targets(params, batch, shard, taps)
         labels = batch.labels.reshape(-1, 1)
         hidden = jnp.where(labels == -1, jnp.nan, jnp.where(labels == -2, -jnp.inf, out.hidden))
-        return out.replace(hidden=hidden)
+        return out.replace(hidden=hidden), seen
 
 
 @functools.cache

@@ -44,11 +44,11 @@ class BadOn(OnlineTeacher):
 
     tokens: tuple[int, ...] = ()
 
-    def targets(self, params, batch, shard):
-        out = super().targets(params, batch, shard)
+    def targets(self, params, batch, shard, taps):
+        out, seen = super().targets(params, batch, shard, taps)
         row = (batch.tokens[..., : len(self.tokens)] == jnp.asarray(self.tokens)).all(-1)
         hidden = out.hidden.reshape(*batch.tokens.shape, -1)
-        return out.replace(hidden=jnp.where(row[..., None, None], jnp.nan, hidden).reshape(out.hidden.shape))
+        return out.replace(hidden=jnp.where(row[..., None, None], jnp.nan, hidden).reshape(out.hidden.shape)), seen
 
 
 def trace(run: Path) -> list[str]:
