@@ -4,6 +4,7 @@ Each is a small class; a new one is a class and a line here, and every mapper, l
 """
 
 from spmd_distill.features.activation import ActivationMaps as ActivationMaps
+from spmd_distill.features.attention import AttentionMaps as AttentionMaps
 from spmd_distill.features.base import AbstractFeatureLoss as AbstractFeatureLoss
 from spmd_distill.features.base import Side as Side
 from spmd_distill.features.base import Tokens as Tokens
@@ -14,15 +15,18 @@ from spmd_distill.features.layer_maps import Explicit as Explicit
 from spmd_distill.features.layer_maps import Last as Last
 from spmd_distill.features.layer_maps import Pairs as Pairs
 from spmd_distill.features.layer_maps import Uniform as Uniform
+from spmd_distill.features.minilm import MiniLMRelations as MiniLMRelations
 from spmd_distill.features.pairs import Compared as Compared
 from spmd_distill.features.pairs import Inside as Inside
 from spmd_distill.features.parameters import FEATURES_KEY as FEATURES_KEY
 from spmd_distill.features.parameters import Trained as Trained
 
-__all__: list[str] = ["ActivationMaps", "HiddenStates"]
+__all__: list[str] = ["ActivationMaps", "AttentionMaps", "HiddenStates", "MiniLMRelations"]
 
 FEATURES: dict[str, type[AbstractFeatureLoss]] = {
     "activation_maps": ActivationMaps,
+    "attention_maps": AttentionMaps,
     "hidden_states": HiddenStates,
+    "minilm_relations": MiniLMRelations,
 }
 """Loss by the name that run files use."""

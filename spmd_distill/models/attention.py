@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spmd_distill.errors import UserError
 
@@ -167,19 +167,27 @@ def _block(
     window: Window,
 ) -> Float[Array, "B M H C"]:
     """Queries in the columns ``begin ...`` of their rows, against keys in the columns ``k_begin ...``."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
     ahead = (begin + jnp.arange(q.shape[1]))[:, None] - (k_begin + jnp.arange(k.shape[1]))
     near = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
     seen = near & (q_segments[:, :, None] == k_segments[:, None, :])
     if scores.kernel != "blockwise":
         return _by_kernel(scores, q, k, v, seen)
+    z = masked_scores(scores, q, k, seen)
+    weights = jax.nn.softmax(z, axis=-1).astype(q.dtype)
+    return rearrange(jnp.einsum("bkgmn,bnkc->bmkgc", weights, v), "b m k g c -> b m (k g) c")
+
+
+def masked_scores(
+    scores: Scores, q: Float[Array, "B M H C"], k: Float[Array, "B N K C"], seen: Bool[Array, "B M N"]
+) -> Float[Array, "B K G M N"]:
+    """What the softmax over keys is taken of, in float32 or wider; far below everything where a key is not ``seen``."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
     grouped = rearrange(q, "b m (k g) c -> b m k g c", k=k.shape[2])
     z = jnp.einsum("bmkgc,bnkc->bkgmn", grouped, k, preferred_element_type=wide)
     z = z / math.sqrt(q.shape[-1]) if scores.scale is None else z * scores.scale
     if scores.softcap is not None:
         z = scores.softcap * jnp.tanh(z / scores.softcap)
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], z, -1e30), axis=-1).astype(q.dtype)
-    return rearrange(jnp.einsum("bkgmn,bnkc->bmkgc", weights, v), "b m k g c -> b m (k g) c")
+    return jnp.where(seen[:, None, None], z, -1e30)
 
 
 def _by_kernel(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
