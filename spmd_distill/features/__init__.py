@@ -8,6 +8,8 @@ from spmd_distill.features.attention import AttentionMaps as AttentionMaps
 from spmd_distill.features.base import AbstractFeatureLoss as AbstractFeatureLoss
 from spmd_distill.features.base import Side as Side
 from spmd_distill.features.base import Tokens as Tokens
+from spmd_distill.features.cka import CenteredKernelAlignment as CenteredKernelAlignment
+from spmd_distill.features.cka import linear_cka as linear_cka
 from spmd_distill.features.distances import DISTANCES as DISTANCES
 from spmd_distill.features.hidden import HiddenStates as HiddenStates
 from spmd_distill.features.layer_maps import AbstractLayerMap as AbstractLayerMap
@@ -20,13 +22,29 @@ from spmd_distill.features.pairs import Compared as Compared
 from spmd_distill.features.pairs import Inside as Inside
 from spmd_distill.features.parameters import FEATURES_KEY as FEATURES_KEY
 from spmd_distill.features.parameters import Trained as Trained
+from spmd_distill.features.rkd import RelationalAngle as RelationalAngle
+from spmd_distill.features.rkd import RelationalDistance as RelationalDistance
+from spmd_distill.features.similarity import TokenSimilarity as TokenSimilarity
 
-__all__: list[str] = ["ActivationMaps", "AttentionMaps", "HiddenStates", "MiniLMRelations"]
+__all__: list[str] = [
+    "ActivationMaps",
+    "AttentionMaps",
+    "CenteredKernelAlignment",
+    "HiddenStates",
+    "MiniLMRelations",
+    "RelationalAngle",
+    "RelationalDistance",
+    "TokenSimilarity",
+]
 
 FEATURES: dict[str, type[AbstractFeatureLoss]] = {
     "activation_maps": ActivationMaps,
     "attention_maps": AttentionMaps,
+    "centered_kernel_alignment": CenteredKernelAlignment,
     "hidden_states": HiddenStates,
     "minilm_relations": MiniLMRelations,
+    "relational_angle": RelationalAngle,
+    "relational_distance": RelationalDistance,
+    "token_similarity": TokenSimilarity,
 }
 """Loss by the name that run files use."""

@@ -151,7 +151,9 @@ def block_length(batch: int, heads: int, length: int, itemsize: int = 4) -> int:
     return min(math.ceil(length / shards), max(1, most // shards)) * shards
 
 
-def over_blocks(rows: Callable[[jax.Array], Float[Array, "B M"]], length: int, block: int) -> Float[Array, "B Lblocks"]:
+def over_blocks(
+    rows: Callable[[jax.Array], Float[Array, "B M *rest"]], length: int, block: int
+) -> Float[Array, "B N *rest"]:
     """``rows(begin)`` of every block of ``block`` tokens of a row, one at a time, side by side.
 
     The backward pass computes a block again instead of keeping it. The last block may reach beyond ``length``.

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from spmd_distill.collectives import axis_index, copy_to, psum, to_varying
 from spmd_distill.features import AbstractFeatureLoss, Side, Tokens
 from spmd_distill.features.parameters import parameters_of
 from spmd_distill.mappers import make_mapper
 from spmd_distill.models import Shard
+from spmd_distill.models.base import declare
 from spmd_distill.models.heads import head_plan
 from spmd_distill.sharding import REPLICATED, MeshLayout, sharded_axes
 
@@ -165,3 +167,28 @@ def compiled(
     rows = place.spec(("batch", None))
     where = (spec_of, spec_of, rows, rows, param_specs)
     return jax.jit(make_mapper(mapper, place).map(body, where, (REPLICATED, spec_of, param_specs)))
+
+
+@dataclass(frozen=True)
+class Together(AbstractFeatureLoss):
+    """A weighted sum of losses in one program; the weights are a parameter, so that any one of them is a value."""
+
+    losses: tuple[AbstractFeatureLoss, ...]
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        return tuple(sorted({tap for loss in self.losses for tap in loss.taps}))
+
+    def declare(self, rngs: nnx.Rngs, student: Any, teacher: Any, pairs: int) -> dict[str, nnx.Param]:
+        declared = [loss.declare(rngs, student, teacher, pairs) for loss in self.losses]
+        own = {f"{i}_{name}": p for i, params in enumerate(declared) for name, p in params.items()}
+        return own | {
+            "weights": declare(rngs, nnx.initializers.ones, (len(declared),), ("act_embed",), "float32", None)
+        }
+
+    def __call__(self, student: Side, teacher: Side, tokens: Tokens, params: Mapping[str, jax.Array]) -> jax.Array:
+        total: Any = 0
+        for i, loss in enumerate(self.losses):
+            own = {name.removeprefix(f"{i}_"): x for name, x in params.items() if name.startswith(f"{i}_")}
+            total += params["weights"][i] * loss(student, teacher, tokens, own)
+        return total
