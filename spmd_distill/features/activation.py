@@ -1,14 +1,14 @@
 """Where in a document a layer is active: maps over tokens, compared whatever the widths are."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from spmd_distill.collectives import collect_from
 from spmd_distill.errors import UserError
@@ -16,7 +16,7 @@ from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens, wide
 from spmd_distill.features.hidden import HIDDEN
 
 EPSILON = 1e-12
-"""Length below which a map has no direction: it is divided by ``sqrt(|q|^2 + EPSILON^2)``."""
+"""What keeps the map of zeros alone at 0: it is divided by ``sqrt(|q|^2 + EPSILON^2)``, with |h| at most 1."""
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,46 @@ class ActivationMaps(AbstractFeatureLoss):
     def __call__(
         self, student: Side, teacher: Side, tokens: Tokens, params: Mapping[str, jax.Array]
     ) -> Float[Array, ""]:
-        """See the base class. Where hidden states are cut along the sequence, one number a token is put together."""
+        """See the base class. Where hidden states are cut along the sequence, two numbers a token are put together."""
         s, t = (self._map(side.taps[self.at], tokens) for side in (student, teacher))
-        counted = _of_document(tokens.valid.astype(s.dtype), tokens.segments)
+        counted = _summed(tokens.valid.astype(s.dtype), tokens.segments)
         return tokens.total(counted * jnp.square(s - t), tokens.valid, shared=False)
 
     def _map(self, x: Float[Array, "B Ls D"], tokens: Tokens) -> Float[Array, "B L"]:
-        """Zero where a token does not count; of length 1 over the others of a document."""
+        """Zero where a token does not count; of length 1 over the others of a document.
 
-        @jax.checkpoint  # nothing of [B, Ls, D] is kept in float32
-        def energy(x: jax.Array) -> jax.Array:
-            whole = int(self.power) if self.power == int(self.power) else self.power
-            x = jnp.where(tokens.here(tokens.valid)[..., None], wide(x), 0)
-            return jnp.mean(jnp.abs(x) ** whole, -1)
-
-        q: Any = energy(x)
+        Powers of large numbers overflow. A token's are taken of ``h / max |h|``, and put back relative to the largest
+        of the document: a factor that leaves the map, and so has no gradient.
+        """
+        power = int(self.power) if self.power == int(self.power) else self.power
+        found: Any = jax.checkpoint(partial(_magnitudes, power=power))(x, tokens.here(tokens.valid))
         if tokens.sequence_sharded:  # every shard then does the same with all tokens
-            q = collect_from(q, "model", 1)
-        return q * jax.lax.rsqrt(_of_document(jnp.square(q), tokens.segments) + EPSILON**2)
+            found = [collect_from(v, "model", 1) for v in found]
+        largest, mean = jax.lax.stop_gradient(found[0]), found[1]
+        q = mean * (largest / _above_zero(_of_document(jax.ops.segment_max, largest, tokens.segments))) ** power
+        return q * jax.lax.rsqrt(_summed(jnp.square(q), tokens.segments) + EPSILON**2)
 
 
-def _of_document(x: Float[Array, "B L"], segments: Int[Array, "B L"]) -> Float[Array, "B L"]:
-    """For every token, the sum over the tokens of its document."""
-    sums = jax.vmap(partial(jax.ops.segment_sum, num_segments=x.shape[1] + 1))(x, segments)
-    return jnp.take_along_axis(sums, segments, axis=1)
+def _magnitudes(
+    x: Float[Array, "B M D"], valid: Bool[Array, "B M"], *, power: float
+) -> tuple[Float[Array, "B M"], Float[Array, "B M"]]:
+    """A token's largest |h|, and the mean of the powers of all over it; 0 where a token does not count.
+
+    Recomputed in the backward pass, so that nothing of [B, M, D] is kept in float32.
+    """
+    h = jnp.abs(jnp.where(valid[..., None], wide(x), 0))
+    largest = jax.lax.stop_gradient(jnp.max(h, -1))
+    return largest, jnp.mean((h / _above_zero(largest)[..., None]) ** power, -1)
+
+
+def _above_zero(x: jax.Array) -> jax.Array:
+    return jnp.where(x > 0, x, 1)
+
+
+def _of_document(reduce: Callable[..., jax.Array], x: jax.Array, segments: jax.Array) -> jax.Array:
+    """For every token, what ``reduce`` makes of all in its document."""
+    of_each = jax.vmap(partial(reduce, num_segments=x.shape[1] + 1))(x, segments)
+    return jnp.take_along_axis(of_each, segments, axis=1)
+
+
+_summed = partial(_of_document, jax.ops.segment_sum)

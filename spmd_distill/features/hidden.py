@@ -85,8 +85,8 @@ class HiddenStates(AbstractFeatureLoss):
         if self.pool is None and self.projection == "none" and student.width != teacher.width:
             raise UserError(
                 f"HiddenStates: projection is none, but the student's hidden states have {student.width} channels and "
-                f"the teacher's {teacher.width}; take projection per_layer or shared, or pool to "
-                f"{math.gcd(student.width, teacher.width)} channels."
+                f"the teacher's {teacher.width}; take projection per_layer or shared, or pool, "
+                f"a number of channels to average both to."
             )
 
     def declare(self, rngs: nnx.Rngs, student: Any, teacher: Any, pairs: int) -> dict[str, nnx.Param]:

@@ -4,7 +4,7 @@ tokens. Its gradient is a complex step. Many losses share one compiled program, 
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -62,7 +62,9 @@ def documents(given: Arrays) -> Iterator[list[tuple[int, int]]]:
     """The valid tokens of every document."""
     for row, segments in enumerate(given.segments):
         for number in sorted(set(segments.tolist()) - {0}):
-            yield [(row, i) for i in np.flatnonzero((segments == number) & given.valid[row]).tolist()]
+            found = np.flatnonzero((segments == number) & given.valid[row]).tolist()
+            if found:
+                yield [(row, i) for i in found]
 
 
 def unit(x: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
@@ -93,7 +95,7 @@ def oracle(loss: Any, given: Arrays, params: Mapping[str, np.ndarray]) -> Any:
             maps = []
             for h in (s, t):
                 rows = [h[at] for at in tokens]
-                maps.append(unit(np.array([np.mean((x * x) ** (loss.power / 2)) for x in rows]), 1e-12))
+                maps.append(unit(np.array([np.mean((x * x) ** (loss.power / 2)) for x in rows]), 0))
             total += len(tokens) * np.sum((maps[0] - maps[1]) ** 2)
             continue
         for at in tokens:
@@ -167,8 +169,9 @@ def own(group: str, name: str, params: Mapping[str, np.ndarray]) -> dict[str, np
 def found(group: str, name: str, given: Arrays, mapper: str = "vmap", layout: str = "single") -> Found:
     """One loss' value, gradients by the student's taps, and by its own parameters."""
     dtype = given.student["block_output"].dtype.type
-    params = {k: x.astype(dtype) for k, x in born(group).items()}
-    params["weights"] = np.eye(len(GROUPS[group][0]), dtype=dtype)[list(GROUPS[group][0]).index(name)]
+    kept = F32 if dtype is BF16.dtype.type else dtype
+    params = {k: x.astype(kept) for k, x in born(group).items()}
+    params["weights"] = np.eye(len(GROUPS[group][0]), dtype=kept)[list(GROUPS[group][0]).index(name)]
     with precision(dtype):
         run = program(group, mapper, layout, dtype)
         value, taps, grads = jax.device_get(run(given.student, given.teacher, given.segments, given.valid, params))
@@ -231,3 +234,129 @@ def test_every_place_equals_one_device(group, mapper, layout):
         close(is_.taps["block_output"], wanted.taps["block_output"], 1e-12)
         for k, x in wanted.params.items():
             close(is_.params[k], x, 1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What they do not depend on
+
+
+def with_taps(given: Arrays, change: Callable[[str, np.ndarray], np.ndarray], **more: Any) -> Arrays:
+    """The taps of both models changed: a function of whose they are and of the array."""
+    student = {k: change("student", x) for k, x in given.student.items()}
+    return given.of(student=student, teacher={k: change("teacher", x) for k, x in given.teacher.items()}, **more)
+
+
+@one_by_one
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_what_does_not_count_moves_nothing_a_bit(group, name, dtype):
+    """Not even numbers whose squares overflow."""
+    given, r = problem(group, 3, dtype), np.random.default_rng(4)
+    size = np.finfo(dtype).max ** 0.8
+
+    def spoilt(_: str, x: np.ndarray) -> np.ndarray:
+        noise = r.normal(size=x.shape).clip(-2, 2) * size
+        return np.where(given.valid[..., None], x, noise).astype(dtype)
+
+    before, after = found(group, name, given), found(group, name, with_taps(given, spoilt))
+    assert before.value == after.value
+    jax.tree.map(np.testing.assert_array_equal, (before.taps, before.params), (after.taps, after.params))
+
+
+@one_by_one
+def test_packing_padding_and_micro_batches_change_nothing(group, name):
+    """The same documents one a row, padded to a length that no shards divide, in another order; and in two halves."""
+    given, r = problem(group, 5), np.random.default_rng(6)
+    whole = found(group, name, given)
+    places = [(row, np.flatnonzero(s == n)) for row, s in enumerate(given.segments) for n in set(s.tolist()) - {0}]
+    places = [places[i] for i in r.permutation(len(places))]
+    begins = r.integers(0, 8, len(places)).tolist()
+
+    def laid(x: np.ndarray) -> np.ndarray:
+        new = np.zeros((len(places), 23, *x.shape[2:]), x.dtype)
+        for i, (row, columns) in enumerate(places):
+            new[i, begins[i] : begins[i] + len(columns)] = x[row, columns]
+        return new
+
+    other = with_taps(
+        given, lambda _, x: laid(x), segments=laid(np.minimum(given.segments, 1)), valid=laid(given.valid)
+    )
+    again = found(group, name, other, "shard_map", "dp2_tp4")
+    close(again.value, whole.value, 1e-13)
+    close(again.taps["block_output"], laid(whole.taps["block_output"]), 1e-12)
+    upper = np.arange(8)[:, None] < 3
+    halves = [found(group, name, given.of(valid=given.valid & half)) for half in (upper, ~upper)]
+    close(halves[0].value + halves[1].value, whole.value, 1e-13)
+    for k, x in whole.params.items():
+        close(again.params[k], x, 1e-12)
+        close(halves[0].params[k] + halves[1].params[k], x, 1e-12)
+
+
+@one_by_one
+def test_one_example_moves_its_own_loss_alone(group, name):
+    """A document, or where tokens are alone one token: the gradients of all others stay as they are, to the bit."""
+    given = problem(group, 7)
+    mine = np.zeros_like(given.valid)
+    mine[0] = given.segments[0] == 1
+    if of(group, name).unit == "token":
+        mine[0, :4] = mine[0, 5:] = False
+    assert given.valid[mine].any()
+    moved = with_taps(given, lambda _, x: np.where(mine[..., None], 2 - x[::-1], x))
+    before, after = found(group, name, given), found(group, name, moved)
+    same = (before.taps["block_output"] == after.taps["block_output"]).all(-1)
+    assert same[~mine].all() and not same[mine & given.valid].any()
+    alone = [found(group, name, x.of(valid=x.valid & mine)).value for x in (given, moved)]
+    rest = [found(group, name, x.of(valid=x.valid & ~mine)).value for x in (given, moved)]
+    assert rest[0] == rest[1] and alone[0] != alone[1]
+    close(after.value - before.value, alone[1] - alone[0], 1e-11)
+
+
+@one_by_one
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_zeros_equals_and_sizes_are_finite(group, name, dtype):
+    """Rows of zeros on either side or both, equal rows, very small and large ones, no valid token at all."""
+    given = problem(group, 8, dtype)
+    cases = {"both": with_taps(given, lambda _, x: 0 * x), "no token": given.of(valid=0 * given.valid > 0)}
+    for side in ("student", "teacher"):
+        cases[side] = with_taps(given, lambda whose, x, side=side: 0 * x if whose == side else x)
+        cases[f"some of the {side}"] = with_taps(
+            given, lambda whose, x, side=side: x * (whose != side or given.valid[..., ::-1, None])
+        )
+    for size in (1e-30, 1e-12, 1e9):
+        cases[f"{size}"] = with_taps(given, lambda _, x, size=size: (x * size).astype(dtype))
+    if given.sizes[0] == given.sizes[1]:
+        cases["equal"] = given.of(teacher=given.student)
+    for case, changed in cases.items():
+        is_ = found(group, name, changed)
+        assert np.isfinite(is_.value), case
+        assert all(np.isfinite(x).all() for x in (*is_.taps.values(), *is_.params.values())), case
+        expected = {"no token": 0, "both": {"cosine": 1}.get(getattr(of(group, name), "distance", ""), 0)}
+        if case in expected:
+            assert is_.value == expected[case] * given.valid.sum(), case
+        if case == "equal" and "projected" not in name:
+            assert abs(is_.value) <= max(4 * np.finfo(dtype).eps, 1e-13) * given.valid.sum()  # EPSILON^2 / |x|^2
+
+
+@one_by_one
+def test_maps_and_directions_do_not_depend_on_the_scale(group, name):
+    given = problem(group, 9)
+    once, scaled = found(group, name, given), found(group, name, with_taps(given, lambda _, x: 1e100 * x))
+    if isinstance(of(group, name), ActivationMaps) or of(group, name).distance in ("normalized_mse", "cosine"):
+        close(scaled.value, once.value, 1e-10)
+        close(scaled.taps["block_output"] * 1e100, once.taps["block_output"], 1e-10)
+    else:
+        assert not np.isclose(scaled.value, once.value)
+
+
+@one_by_one
+def test_bfloat16_is_computed_in_float32(group, name):
+    """The value as good as float32's; gradients come back in the taps' own type."""
+    low = problem(group, 10, BF16, 3.0)
+    exactly = with_taps(low, lambda _, x: x.astype(F64))
+    params = {k: x.astype(BF16).astype(F64) for k, x in own(group, name, born(group)).items()}
+    is_ = found(group, name, low)
+    close(is_.value, oracle(of(group, name), exactly, params), 1e-5)
+    assert is_.taps["block_output"].dtype == BF16 and all(x.dtype == F32 for x in is_.params.values())
+    wanted = found(group, name, exactly)  # of parameters that are not rounded
+    close(is_.taps["block_output"], wanted.taps["block_output"], 0.02)
+    for k, x in wanted.params.items():
+        close(is_.params[k], x, 0.02)
