@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spmd_distill.compose import build_objective, describe, describe_vocabulary, moving_numbers, shared_vocabulary
+from spmd_distill.compose import (
+    Objective,
+    build_objective,
+    describe,
+    describe_vocabulary,
+    evenly_paired,
+    moving_numbers,
+    shared_vocabulary,
+    with_pairs,
+)
 from spmd_distill.config import RunConfig
 from spmd_distill.corpus import Corpus, load_corpus
 from spmd_distill.distributed import check_devices
@@ -44,6 +53,13 @@ class Setup:
         moving = moving_numbers(self.run.objective, step)
         return {"learning_rate": learning_rate, "micro_batches": self.config.data.micro_batches, **moving}
 
+    def objective_for(self, student: int, teacher: int) -> Objective:
+        """The objective for models of fewer layers, whose terms inside the network look at as many pairs, or at all."""
+        compared = () if self.run.inside is None else self.run.inside.compared
+        return with_pairs(
+            self.run.objective, {c.label: evenly_paired(len(c.pairs), student, teacher) for c in compared}
+        )
+
     def introduction(self, tokens: int) -> str:
         """What is about to run, as it was really put together, for people."""
         run, objective = self.run, self.run.objective
@@ -55,7 +71,7 @@ class Setup:
             f"{self.pair.beginning()}, {student.parameter_count / 1e6:.3g}M parameters\n"
             f"mesh {layout.name} ({grid}) on {len(run.mapper.devices)} {run.mapper.devices[0].platform} device(s), "
             f"mapper {run.mapper.name}, head {run.head.name}; {tokens:,} tokens to train on\n"
-            f"objective: {describe(objective)}\n{describe_vocabulary(objective, *sizes)}"
+            f"objective: {describe(objective, run.inside)}\n{describe_vocabulary(objective, *sizes)}"
         )
 
 

@@ -49,7 +49,7 @@ def compiled_facts(setup: Setup, step: Compiled, work: Work) -> dict[str, Any]:
         formula = analytic_flops(student.config, teacher.config, rows, config.data.length)
     memory = step.memory
     return {
-        "objective": describe(run.objective),
+        "objective": describe(run.objective, run.inside),
         "support": str(run.objective.support),
         "vocab_size": run.objective.vocab_size,
         "head": {"kind": run.head.name, "chunk": _chunk(setup)},
@@ -103,7 +103,7 @@ def export_student(
         save_pretrained(
             folder.student,
             setup.pair.student,
-            params,
+            setup.run.trained.parted(params)[0],
             like=setup.pair.origin,
             card=describe_run(setup, folder.path.name, before, after),
             overwrite=True,
@@ -138,7 +138,7 @@ def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: M
             "rows of a step": config.data.rows * config.data.micro_batches,
             "steps": config.steps,
         },
-        objective=describe(run.objective),
+        objective=describe(run.objective, run.inside),
         results={
             name: dict(zip(("before", "after"), row, strict=True)) for name, *row in zip(names, *figures, strict=True)
         },
@@ -154,7 +154,7 @@ def summarise(
         "mesh": setup.run.mapper.layout.name,
         "mapper": setup.run.mapper.name,
         "head": setup.config.head.kind,
-        "objective": describe_terms(setup.run.objective),
+        "objective": describe_terms(setup.run.objective, setup.run.inside),
         "support": str(setup.run.objective.support),
         "vocab_size": setup.run.objective.vocab_size,
         "student_layers": list(setup.pair.layers),

@@ -48,7 +48,8 @@ def verify(
 
     Each result has ``layout, mapper, head, dtype, loss, grad, param, ok``: the largest difference over all steps, each
     relative to the largest entry of the same array on one device. ``config`` takes models (with two layers each, and
-    random weights), objective and head from a run file; without ``layouts``, its own. Raises `UserError` for a layout
+    random weights), objective (inside the network: at these layers) and head from a run file; without ``layouts``, its
+    own. Raises `UserError` for a layout
     or mapper that does not exist or does not fit.
     """
     if dtype == "float64":
@@ -131,7 +132,8 @@ def _parts(config: RunConfig | None, held: str) -> tuple[Model, Model, Any]:
         two = sizes.of_layers((0, sizes.layers - 1)) if sizes.layers > 1 else sizes
         return decoder(replace(two, param_dtype=held))
 
-    return cut(student), cut(teacher), setup.run.objective
+    student, teacher = cut(student), cut(teacher)
+    return student, teacher, setup.objective_for(student.config.layers, teacher.config.layers)
 
 
 def _batches(vocab_size: int, rows: int) -> list[Batch]:

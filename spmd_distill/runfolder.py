@@ -85,7 +85,7 @@ class RunFolder:
 
     def discard_if_nothing_done(self) -> bool:
         """Take the folder of a run that did nothing yet away again. False where there is more in it than settings."""
-        started = ("config.yaml", "environment.json")
+        started = ("config.yaml", "environment.json", "layers.json", "layers.png")
         with contextlib.suppress(OSError):
             if {entry.name for entry in self.path.iterdir()} - {*started, "checkpoints"}:
                 return False

@@ -14,6 +14,7 @@ from spmd_distill.config import RunConfig, parse_config
 from spmd_distill.errors import UserError
 from spmd_distill.finish import describe_run
 from spmd_distill.loading import Say
+from spmd_distill.pairing import check_paired, paired_as_in
 from spmd_distill.pretrained import save_pretrained
 from spmd_distill.runfolder import RunFolder
 from spmd_distill.scoring import heldout_batches, score
@@ -30,7 +31,7 @@ class OpenedRun:
     step: int
     """Optimizer steps that the student has behind it."""
     params: Params
-    """The student's parameters, on their devices."""
+    """The student's parameters and those of losses inside the network (`Trained`), on their devices."""
     meta: dict[str, Any]
     """What the checkpoint remembers beside the state: held-out results ``before`` and ``after``, and more."""
 
@@ -52,7 +53,7 @@ def open_run(
     config = config_of(path, settings)
     folder = RunFolder.open(path)
     start = folder.path / "start"
-    setup = set_up(config, say, start if (start / "config.json").exists() else None)
+    setup = paired_as_in(set_up(config, say, start if (start / "config.json").exists() else None), folder)
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
         state, meta = checkpoints.restore(step, like=abstract_state(setup.run, setup.tx))
     for bad, reason in checkpoints.bad.items():
@@ -75,8 +76,11 @@ def evaluate_model(path: str | Path, settings: Sequence[str], say: Say = lambda 
     if config.student.pruned:
         raise UserError(f"{path}: is scored as it is; leave out the settings of student that make it smaller.")
     setup = set_up(config, say)
-    teacher = setup.pair.load_teacher(setup.run.mapper)
-    return evaluate(setup, setup.pair.start_student(teacher, setup.run.mapper, config.seed), 0, teacher)
+    check_paired(setup)
+    mapper = setup.run.mapper
+    teacher = setup.pair.load_teacher(mapper)
+    student = setup.pair.start_student(teacher, mapper, config.seed)
+    return evaluate(setup, setup.run.trained.complete(student, mapper, config.seed), 0, teacher)
 
 
 def evaluate(setup: Setup, params: Params, step: int, teacher: Params | None = None) -> dict[str, float]:
@@ -92,7 +96,7 @@ def export_run(opened: OpenedRun, out: str | Path, dtype: str | None = None, ove
 
     Raises `UserError` where the folder may not be replaced or cannot be written.
     """
-    setup, params = opened.setup, opened.params
+    setup, params = opened.setup, opened.setup.run.trained.parted(opened.params)[0]
     if dtype is not None:
         params = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree))(params)
     before, after = (opened.meta.get(when, {}) for when in ("before", "after"))

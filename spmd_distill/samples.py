@@ -31,7 +31,7 @@ class Samples:
             return []
         if self._said is None:
             self._said = self._of(setup.run.teacher.model, self._teacher)
-        answers = self._of(setup.run.student, student)
+        answers = self._of(setup.run.student, setup.run.trained.parted(student)[0])
         return [
             {"prompt": prompt, "teacher": theirs, "student": ours}
             for prompt, theirs, ours in zip(prompts, self._said, answers, strict=True)

@@ -17,9 +17,9 @@ from spmd_distill.fitting import FittingStep
 from spmd_distill.guards import Events, Watch, check_memory
 from spmd_distill.loop import Loop, Result
 from spmd_distill.metrics import Sink, Wandb, check_wandb, plot_curves, results_table
+from spmd_distill.pairing import pair_layers
 from spmd_distill.progress import TrainProgress
 from spmd_distill.resuming import Session, changes_table, resumable
-from spmd_distill.runfolder import RunFolder, environment
 from spmd_distill.saving import Saver
 
 
@@ -67,9 +67,10 @@ def distil(
             corpus = all_or_none(lambda: load_text(setup, progress.note))
         same = "Give all hosts the same files, on a shared file system."
         check_same({"training text": corpus.train.fingerprint()}, same)
-        progress.note("\n".join([*corpus.notes, setup.introduction(corpus.train.valid_tokens)]))
         if is_first():
-            folder.write_json("environment.json", environment())
+            session.describe_machine()
+        setup = pair_layers(setup, corpus.train, folder, session.has_checkpoints, progress.stage, progress.note)
+        progress.note("\n".join([*corpus.notes, setup.introduction(corpus.train.valid_tokens)]))
         batch, mapper = corpus.loader(config.data, config.seed).batch(0), setup.run.mapper
         with progress.stage("compiling the training step"):
             step = FittingStep(setup, batch)
@@ -116,12 +117,12 @@ def distil(
             folder.write_json("samples.json", continued)
             plot_curves(folder.path)
             folder.write_json("summary.json", summary)
-    _show(console, setup, folder, result, continued, summary)
+    _show(console, setup, session, result, continued, summary)
     return summary
 
 
 def _show(
-    console: Console, setup: Setup, folder: RunFolder, result: Result, continued: Any, summary: dict[str, Any]
+    console: Console, setup: Setup, session: Session, result: Result, continued: Any, summary: dict[str, Any]
 ) -> None:
     console.print(results_table(result.before, result.after))
     for sample in continued:
@@ -132,8 +133,8 @@ def _show(
         f"\n{summary['steps']} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s, "
         f"{summary['tokens_per_second']:.0f} tokens/s, peak memory {summary['peak_rss_gib']:.1f} GiB; "
         f"mesh {summary['mesh']}, mapper {summary['mapper']}, head {summary['head']}.\n"
-        f"Student: {folder.student} ({_millions(setup.run.student)} of the teacher's "
-        f"{_millions(setup.run.teacher.model)} parameters). Curves: {folder.curves}",
+        f"Student: {session.folder.student} ({_millions(setup.run.student)} of the teacher's "
+        f"{_millions(setup.run.teacher.model)} parameters). Curves: {session.folder.curves}",
         highlight=False,
     )
 

@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of the user's; 130 interrupted.
     """
     parser = build_parser()
-    options, rest = parser.parse_known_args(join_settings(sys.argv[1:] if arguments is None else arguments))
+    words, spaced = join_settings(sys.argv[1:] if arguments is None else arguments)
+    options, rest = parser.parse_known_args(words)
+    rest += spaced
     if rest and not getattr(options, "takes_settings", False):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax prints tracebacks of what we report in a sentence
@@ -107,17 +109,21 @@ def _in_group() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
-def join_settings(arguments: Sequence[str]) -> list[str]:
-    """``--mesh dp8`` as ``--mesh=dp8`` for subcommands that know no setting, and would take dp8 for a file."""
+def join_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """``--mesh dp8`` as ``--mesh=dp8`` for subcommands that know no setting, and would take dp8 for a file.
+
+    Settings with a space in them come apart from the rest: argparse would take the whole word for a file.
+    """
     if not arguments or arguments[0] not in ("train", "eval", "export", "init"):
-        return list(arguments)
-    names, joined, rest = tuple(setting_names()), [], list(arguments)
+        return list(arguments), []
+    names, joined, spaced, rest = tuple(setting_names()), [], [], list(arguments)
     while rest:
         word = rest.pop(0)
-        name = word.removeprefix("--").rstrip("+")
+        name = word.removeprefix("--").partition("=")[0].rstrip("+")
         setting = word.startswith("--") and (name in names or name.startswith(tuple(f"{n}." for n in names)))
-        joined.append(f"{word}={rest.pop(0)}" if setting and rest and "=" not in word else word)
-    return joined
+        word = f"{word}={rest.pop(0)}" if setting and rest and "=" not in word else word
+        (spaced if setting and " " in word else joined).append(word)
+    return joined, spaced
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -14,6 +14,7 @@ import yaml
 
 from spmd_distill.config.data import SourceConfig
 from spmd_distill.config.objective import TermConfig
+from spmd_distill.config.objective_features import FeatureConfig
 from spmd_distill.config.parse import section_of
 from spmd_distill.config.run import RunConfig, to_dict
 
@@ -89,6 +90,11 @@ def settings_page() -> str:
 _MAPPINGS = (
     ("A source", SourceConfig, "An entry of `data.train` or `data.heldout` that is not just a path."),
     ("A term", TermConfig, "An entry of `objective.terms`. See [Objectives](objectives.md)."),
+    (
+        "A loss inside",
+        FeatureConfig,
+        "An entry of `objective.features`, or of `objective.terms`. See [features](features.md).",
+    ),
 )
 
 

@@ -17,6 +17,7 @@ from spmd_distill.config.numbers import (
     read_temperature,
     shown,
 )
+from spmd_distill.config.objective_features import FeatureConfig, read_feature, read_features
 from spmd_distill.errors import UserError
 
 
@@ -39,7 +40,10 @@ class ObjectiveConfig:
     ``{sampled: {draws: 32, teacher_fraction: 1.0}}``."""
     terms: Any = None
     """A list that replaces divergence, alpha, temperature, label_smoothing and z_loss: ``[{divergence: ..., weight:
-    1.0, temperature: 1.0, scale_by_temperature_squared: true}, ...]``."""
+    1.0, temperature: 1.0, scale_by_temperature_squared: true}, ...]``; entries of ``features`` may be among them."""
+    features: Any = None
+    """A list of losses inside the network, added to the rest: ``[{feature: hidden_states, layers: uniform, weight:
+    0.1}, ...]``."""
     vocab_size: int | None = None
     """Tokens of the vocabulary that count; null takes the tokenizer's where these are fewer than the models'."""
 
@@ -77,14 +81,17 @@ def check_objective(config: ObjectiveConfig) -> None:
     read_temperature(config.temperature, "objective.temperature")
     read_number(config.label_smoothing, "objective.label_smoothing", 0, 1)
     read_number(config.z_loss, "objective.z_loss", 0)
+    read_features(config.features)
     for i, term in enumerate(read_terms(config)):
+        if isinstance(term, FeatureConfig):
+            continue
         where = f"objective.terms[{i}]"
         read_divergence(term.divergence, f"{where}.divergence")
         read_number(term.weight, f"{where}.weight")
         read_temperature(term.temperature, f"{where}.temperature")
 
 
-def read_terms(config: ObjectiveConfig) -> list[TermConfig]:
+def read_terms(config: ObjectiveConfig) -> list[TermConfig | FeatureConfig]:
     """The entries of ``objective.terms``, none where it is null."""
     if config.terms is None:
         return []
@@ -97,11 +104,14 @@ def read_terms(config: ObjectiveConfig) -> list[TermConfig]:
                 f"objective.terms replaces objective.{name}, which is {getattr(config, name)!r}: say it in a term "
                 f"instead, or take terms away."
             )
-    found = []
+    found: list[TermConfig | FeatureConfig] = []
     for i, term in enumerate(config.terms):
         where = f"objective.terms[{i}]"
         if not isinstance(term, Mapping):
             raise UserError(f"{where} is {term!r}; expected a mapping such as {{divergence: forward_kl, weight: 0.9}}.")
+        if "feature" in term and "divergence" not in term:
+            found.append(read_feature(term, where))
+            continue
         check_names(term, [f.name for f in fields(TermConfig)], where, "setting")
         if missing := [f.name for f in fields(TermConfig) if f.default is MISSING and f.name not in term]:
             raise UserError(f"{where} has no {missing[0]}: {dict(term)!r}.")

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from spmd_distill.config import RunConfig, parse_config
+from spmd_distill.config.objective import read_terms
+from spmd_distill.config.objective_features import FeatureConfig, read_features, read_layers
 from spmd_distill.doctor.finding import Finding
 from spmd_distill.errors import UserError
 from spmd_distill.resuming import changes
@@ -51,7 +53,24 @@ def check_settings(config: RunConfig, folder: Path, step: int | None, meta: Mapp
             "Set it back, or resume with --allow-changes." if another else "",
             blocks=another,
         )
+    if step is not None:
+        yield from _layers(config, folder)
     yield from _versions(folder)
+
+
+def _layers(config: RunConfig, folder: Path) -> Iterator[Finding]:
+    """Whether the layers that a run found for its losses inside the network can be read back."""
+    asked = [*read_features(config.objective.features), *read_terms(config.objective)]
+    entries = [entry for entry in asked if isinstance(entry, FeatureConfig)]
+    if not any(read_layers(entry.layers, "layers").kind == "best" for entry in entries):
+        return
+    fix = "Bring it back from a copy, or give pairs of layers in the place of best and resume with --allow-changes."
+    try:
+        json.loads((folder / "layers.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        yield Finding("problem", "layers.json", "is missing: it says which layers are compared.", fix, blocks=True)
+    except (OSError, ValueError) as error:
+        yield Finding("problem", "layers.json", f"cannot be read: {error}.", fix, blocks=True)
 
 
 def written_by(folder: Path) -> dict[str, str]:

@@ -24,6 +24,7 @@ TensorBoard and other sinks the same numbers are ``train/loss``, ``eval/kl``, an
 
 from spmd_distill.metrics.plots import plot_curves
 from spmd_distill.metrics.reading import Line, read_metrics
+from spmd_distill.metrics.similarity import plot_similarity
 from spmd_distill.metrics.sinks import Sink, Wandb, check_wandb
 from spmd_distill.metrics.table import comparison_table, perplexity, results_table
 from spmd_distill.metrics.throughput import CLOCKED, Meter, Work
@@ -41,6 +42,7 @@ __all__ = [
     "comparison_table",
     "perplexity",
     "plot_curves",
+    "plot_similarity",
     "read_metrics",
     "results_table",
 ]

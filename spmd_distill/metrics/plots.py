@@ -1,5 +1,6 @@
 """``curves.png``: what a run measured, as one picture."""
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -32,7 +33,11 @@ def plot_curves(folder: str | os.PathLike[str]) -> Path:
             steps, numbers = curves.setdefault((line.split, name), ([], []))
             steps.append(line.step)
             numbers.append(value)
-    panels = [p for p in _PANELS if any((split, name) in curves for split in ("train", "eval") for name, *_ in p[2])]
+    panels = [
+        p
+        for p in [*_PANELS, _inside(folder)]
+        if any((split, name) in curves for split in ("train", "eval") for name, *_ in p[2])
+    ]
     rows = max(1, math.ceil(len(panels) / 3))
     columns = max(1, math.ceil(len(panels) / rows))
     figure = Figure(figsize=(4.4 * columns, 3.3 * rows), dpi=130, layout="constrained")
@@ -52,7 +57,20 @@ def plot_curves(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
+def _inside(folder: str | os.PathLike[str]) -> Any:
+    """The panel of the terms inside the network, which ``layers.json`` names."""
+    try:
+        labels = list(json.loads((Path(folder) / "layers.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        labels = []
+    colours = (_STUDENT, _HELD_OUT, _SECOND, "#7d4fa3", "#a33b4f", _TEACHER)
+    several = len(labels) > 1
+    curves = [(label, label if several else "", colours[i % len(colours)]) for i, label in enumerate(labels)]
+    return (_INSIDE, "loss per token", curves)
+
+
 _NATS = "nats per token"
+_INSIDE = "Inside the network"
 _STUDENT, _TEACHER, _SECOND, _HELD_OUT = "#3465a4", "#7f8c8d", "#3b8f5a", "#d9680f"
 _PANELS = [  # title, unit, [(metric, its name in a legend of several, colour)]
     ("Objective", "loss", [("loss", "", _STUDENT)]),
@@ -108,6 +126,8 @@ def _draw(axes: Any, panel: Any, curves: Mapping[tuple[str, str], tuple[list[int
     axes.spines[["top", "right"]].set_visible(False)
     if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(fontsize=8, frameon=False)
+    if title == _INSIDE and len(metrics) > 1 and all(np.all(line.get_ydata() > 0) for line in axes.get_lines()):
+        axes.set_yscale("log")  # they have scales of their own
     if title == "Throughput":
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter("{x:,.0f}")

@@ -7,8 +7,10 @@ of every loop once, which for a model with scanned layers is off by about the nu
 
 `step_flops` counts MODEL operations, those that no implementation could leave out: of the textbook program of the same
 models, on one device, with whole attention matrices, full logits of all tokens, and nothing computed twice. Hence
-recomputation (remat) makes a step slower without making its utilisation look better. `analytic_flops` is the same by
-formula, for decoders, with B rows of L tokens, N = B L::
+recomputation (remat) makes a step slower without making its utilisation look better. The matmuls of losses inside the
+network (projections, relations, attention maps) count as their program makes them: what it computes again in the
+backward pass counts again. `analytic_flops` is the same by formula, for decoders and without losses inside the network,
+with B rows of L tokens, N = B L::
 
     forward(model) = N (2 P + 4 L H C n)     P = n (2 D H C + 2 D K C + 3 D F) + V D
     step           = 3 forward(student) + forward(teacher)
@@ -55,11 +57,17 @@ def step_flops(run: Distillation, batch: Batch) -> float:
     length = batch.tokens.shape[-1]
     student, teacher = (_textbook(model, length) for model in (run.student, run.teacher.model))
     plain = replace(run, student=student, teacher=OnlineTeacher(teacher), mapper=mapper, head=ReferenceHead())
-    specs = student.specs(mapper.layout), teacher.specs(mapper.layout), plain.batch_specs(1), REPLICATED, REPLICATED
+    specs = (
+        plain.trained.specs(mapper.layout),
+        teacher.specs(mapper.layout),
+        plain.batch_specs(1),
+        REPLICATED,
+        REPLICATED,
+    )
     body = plain.gradients if run.foreign else mapper.map(plain.train_body, specs, (specs[0], REPLICATED, REPLICATED))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     number = (jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.uint32))
-    return count_flops(body, student.abstract, teacher.abstract, shapes, *number)
+    return count_flops(body, plain.trained.abstract, teacher.abstract, shapes, *number)
 
 
 def analytic_flops(student: DecoderConfig, teacher: DecoderConfig, rows: int, length: int) -> float:

@@ -47,6 +47,10 @@ class Session:
         saved = from_first("saved" if steps_there(folder.checkpoints) else "") == "saved"
         return cls(folder, StopSignal(), config, True, saved, found, allow_changes)
 
+    def describe_machine(self) -> None:
+        """Leave in the folder what the run runs on."""
+        self.folder.write_json("environment.json", environment())
+
     def check(self) -> None:
         """Raise `UserError` for changes that make it another training, and are not allowed."""
         if self.has_checkpoints:

@@ -36,7 +36,7 @@ LAYERS = (
     ("prune",),
     ("student",),
     ("build",),
-    ("scoring", "saving", "finish", "samples", "fitting"),
+    ("scoring", "saving", "finish", "samples", "fitting", "pairing"),
     ("loop",),
     ("train", "proof", "runs", "report", "doctor"),
     ("cli", "__init__"),
