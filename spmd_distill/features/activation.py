@@ -1,7 +1,7 @@
 """Where in a document a layer is active: maps over tokens, compared whatever the widths are."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float
 from spmd_distill.collectives import collect_from
 from spmd_distill.errors import UserError
 from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens, wide
+from spmd_distill.features.documents import Documents
 from spmd_distill.features.hidden import HIDDEN
 
 EPSILON = 1e-12
@@ -50,11 +51,12 @@ class ActivationMaps(AbstractFeatureLoss):
         self, student: Side, teacher: Side, tokens: Tokens, params: Mapping[str, jax.Array]
     ) -> Float[Array, ""]:
         """See the base class. Where hidden states are cut along the sequence, two numbers a token are put together."""
-        s, t = (self._map(side.taps[self.at], tokens) for side in (student, teacher))
-        counted = _summed(tokens.valid.astype(s.dtype), tokens.segments)
+        documents = Documents(tokens.segments, tokens.segments.shape[1])
+        s, t = (self._map(side.taps[self.at], tokens, documents) for side in (student, teacher))
+        counted = documents.at(documents.sum(tokens.valid.astype(s.dtype)))
         return tokens.total(counted * jnp.square(s - t), tokens.valid, shared=False)
 
-    def _map(self, x: Float[Array, "B Ls D"], tokens: Tokens) -> Float[Array, "B L"]:
+    def _map(self, x: Float[Array, "B Ls D"], tokens: Tokens, documents: Documents) -> Float[Array, "B L"]:
         """Zero where a token does not count; of length 1 over the others of a document.
 
         Powers of large numbers overflow. A token's are taken of ``h / max |h|``, and put back relative to the largest
@@ -65,8 +67,8 @@ class ActivationMaps(AbstractFeatureLoss):
         if tokens.sequence_sharded:  # every shard then does the same with all tokens
             found = [collect_from(v, "model", 1) for v in found]
         largest, mean = jax.lax.stop_gradient(found[0]), found[1]
-        q = mean * (largest / _above_zero(_of_document(jax.ops.segment_max, largest, tokens.segments))) ** power
-        return q * jax.lax.rsqrt(_summed(jnp.square(q), tokens.segments) + EPSILON**2)
+        q = mean * (largest / _above_zero(documents.at(documents.max(largest)))) ** power
+        return q * jax.lax.rsqrt(documents.at(documents.sum(jnp.square(q))) + EPSILON**2)
 
 
 def _magnitudes(
@@ -83,12 +85,3 @@ def _magnitudes(
 
 def _above_zero(x: jax.Array) -> jax.Array:
     return jnp.where(x > 0, x, 1)
-
-
-def _of_document(reduce: Callable[..., jax.Array], x: jax.Array, segments: jax.Array) -> jax.Array:
-    """For every token, what ``reduce`` makes of all in its document."""
-    of_each = jax.vmap(partial(reduce, num_segments=x.shape[1] + 1))(x, segments)
-    return jnp.take_along_axis(of_each, segments, axis=1)
-
-
-_summed = partial(_of_document, jax.ops.segment_sum)
