@@ -114,7 +114,10 @@ def _chosen(valid: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _own_heads(tap: str, x: jax.Array, config: Any, shards: int) -> jax.Array:
-    """Heads ``[B, L, local heads, C]`` of which no other shard has the same: a repeated one counts on its first."""
+    """Heads ``[B, L, local heads, C]`` of which no other shard has the same: a repeated one counts on its first.
+
+    An empty place may have computed something, which nobody uses.
+    """
     if tap not in OF_HEADS:
         return x
     table = np.asarray(getattr(head_plan(config.heads, config.kv_heads, shards), OF_HEADS[tap]))

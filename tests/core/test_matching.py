@@ -17,7 +17,7 @@ from spmd_distill.types import Batch
 SIZES = {"vocab_size": 61, "head_dim": 4, "mlp": 16, "init_std": 0.5}
 STUDENT = decoder(DecoderConfig(width=12, layers=2, heads=3, kv_heads=1, **SIZES))
 TEACHER = decoder(DecoderConfig(width=20, layers=3, heads=6, kv_heads=3, **SIZES))
-TAPS = ("block_output", "attention_output", "queries", "keys", "values")
+TAPS = ("block_output", "attention_output", "attention_heads", "queries", "keys", "values")
 
 
 def batch() -> Batch:
