@@ -35,7 +35,7 @@ def plot_curves(folder: str | os.PathLike[str]) -> Path:
             numbers.append(value)
     panels = [
         p
-        for p in [*_PANELS, _inside(folder)]
+        for p in [*_PANELS[:2], _inside(folder), *_PANELS[2:]]
         if any((split, name) in curves for split in ("train", "eval") for name, *_ in p[2])
     ]
     rows = max(1, math.ceil(len(panels) / 3))
@@ -124,7 +124,11 @@ def _draw(axes: Any, panel: Any, curves: Mapping[tuple[str, str], tuple[list[int
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(axes.get_legend_handles_labels()[0]) > 1:
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 6:  # one a metric, small
+        named = {label.partition(",")[0]: handle for handle, label in zip(handles, labels, strict=True)}
+        axes.legend(named.values(), named.keys(), fontsize=6, frameon=False, ncols=2)
+    elif len(handles) > 1:
         axes.legend(fontsize=8, frameon=False)
     if title == _INSIDE and len(metrics) > 1 and all(np.all(line.get_ydata() > 0) for line in axes.get_lines()):
         axes.set_yscale("log")  # they have scales of their own

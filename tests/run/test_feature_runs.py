@@ -133,13 +133,6 @@ def test_other_losses_are_another_training(copy, capsys, features):
     assert "was trained with other settings: objective.features: [{" in said and "--allow-changes" in said
 
 
-def test_parameters_of_another_shape_are_not_in_the_checkpoint(copy, capsys):
-    features = FEATURES.replace("at: final_norm, projection: shared", "at: final_norm, pool: 8")
-    assert main(["train", "--resume", str(copy), "--allow-changes", "--objective.features", features]) == 2
-    said = " ".join(capsys.readouterr().err.partition("spmd-distill: error: ")[2].split())
-    assert "features.hidden_states_2" in said and "Traceback" not in said, said
-
-
 @pytest.mark.parametrize("damage", ["gone", "cut", "others"])
 def test_a_run_that_lost_its_layers_is_not_resumed(copy, capsys, damage):
     file = copy / "layers.json"
