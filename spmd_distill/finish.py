@@ -119,7 +119,8 @@ def describe_run(setup: Setup, title: str, before: Mapping[str, float], after: M
     """The card of a run's student. Files are named without their folders: a card is published."""
     config, run, source = setup.config, setup.run, setup.pair.checkpoint.source
     teacher, student, start = setup.pair.teacher, setup.pair.student, setup.pair.start
-    names, *figures = ([str(cell) for cell in column.cells] for column in results_table(before, after).columns)
+    table = results_table(before, after, run.objective.features)
+    names, *figures = ([str(cell) for cell in column.cells] for column in table.columns)
     return ModelCard(
         title=title,
         teacher={
@@ -163,7 +164,11 @@ def summarise(
         "teacher_ppl": perplexity(after["ce_teacher"]) if "ce_teacher" in after else None,
         "student_ppl_before": perplexity(before["ce_student"]),
         "student_ppl_after": perplexity(after["ce_student"]),
-        **{f"{key}_{when}": m.get(key) for key in COMPARED for when, m in _when(before, after)},
+        **{
+            f"{key}_{when}": m.get(key)
+            for key in (*COMPARED, *setup.run.objective.features)
+            for when, m in _when(before, after)
+        },
         "steps": steps,
         "tokens": tokens,
         "seconds": seconds,

@@ -22,7 +22,7 @@ from spmd_distill.distributed import place
 from spmd_distill.features import Inside, Tokens, Trained
 from spmd_distill.head import AbstractHead, FusedHead
 from spmd_distill.mappers import AbstractMapper
-from spmd_distill.models import Model, Shard
+from spmd_distill.models import DecoderConfig, Model, Shard
 from spmd_distill.models.foreign import AnyModel, ForeignModel
 from spmd_distill.objective import Objective
 from spmd_distill.optimizer import SKIP, Skip, UpdateRule, as_rule, filled, moment_specs, on_host, only, state_specs
@@ -52,7 +52,7 @@ class Distillation:
     @functools.cached_property
     def inside(self) -> Inside | None:
         """The losses inside the network between the two models. Raises `UserError` where these have none such."""
-        student, teacher = (m.config if isinstance(m, Model) else None for m in (self.student, self.teacher.model))
+        student, teacher = (_config_of(m) for m in (self.student, self.teacher.model))
         return self.objective.inside(student, teacher)
 
     @functools.cached_property
@@ -358,6 +358,12 @@ class Distillation:
             specs,
             is_leaf=is_spec,
         )
+
+
+def _config_of(model: AnyModel) -> DecoderConfig | None:
+    """The sizes of a decoder of ours, which has tap points; None for any other model."""
+    config = model.config if isinstance(model, Model) else None
+    return config if isinstance(config, DecoderConfig) else None
 
 
 def _wide(x: jax.Array) -> jnp.dtype:

@@ -124,7 +124,7 @@ def distil(
 def _show(
     console: Console, setup: Setup, session: Session, result: Result, continued: Any, summary: dict[str, Any]
 ) -> None:
-    console.print(results_table(result.before, result.after))
+    console.print(results_table(result.before, result.after, setup.run.objective.features))
     for sample in continued:
         console.print(f"\n[bold]{sample['prompt']}[/bold]", highlight=False)
         for who in ("teacher", "student"):

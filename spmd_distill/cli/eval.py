@@ -38,14 +38,14 @@ def act(options: argparse.Namespace, rest: list[str]) -> int:
     if run:
         opened = open_run(options.student, options.step, rest, say)
         found, where = evaluate_run(opened), {"step": opened.step}
-        columns = {f"step {opened.step}": found}
+        columns, terms = {f"step {opened.step}": found}, list(opened.setup.run.objective.features)
         if "before" in opened.meta:
             columns = {"before training": opened.meta["before"], **columns}
     else:
         found, where = evaluate_model(options.student, rest, say), {}
-        columns = {"student": found}
+        columns, terms = {"student": found}, []
     if options.json:
         print(json.dumps({"student": options.student, **where, **found}))
     else:
-        Console().print(comparison_table(columns))
+        Console().print(comparison_table(columns, terms=terms))
     return 0

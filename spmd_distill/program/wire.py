@@ -38,12 +38,12 @@ def wire_bytes(run: Distillation, batch: Batch) -> float:
         raise UserError("The collectives of models of other code bases are XLA's own and cannot be counted here.")
     head = replace(run.head, chunk=_ALL) if isinstance(run.head, FusedHead) else run.head
     run = replace(run, head=head)
-    layout, student, teacher = run.mapper.layout, run.student, run.teacher.model
-    specs = student.specs(layout), teacher.specs(layout), run.batch_specs(1), REPLICATED, REPLICATED
+    layout, trained, teacher = run.mapper.layout, run.trained, run.teacher.model
+    specs = trained.specs(layout), teacher.specs(layout), run.batch_specs(1), REPLICATED, REPLICATED
     body = run.mapper.map(run.train_body, specs, (specs[0], REPLICATED, REPLICATED))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     number = (jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.uint32))
-    return _of(jax.make_jaxpr(body)(student.abstract, teacher.abstract, shapes, *number).jaxpr, layout.sizes)
+    return _of(jax.make_jaxpr(body)(trained.abstract, teacher.abstract, shapes, *number).jaxpr, layout.sizes)
 
 
 def quieter_layout(run: Distillation, batch: Batch) -> tuple[str, float, float] | None:

@@ -17,9 +17,12 @@ from spmd_distill.cli import main
 from spmd_distill.config import RunConfig
 from spmd_distill.metrics import CLOCKED, read_metrics
 from spmd_distill.pretrained import load_pretrained
+from spmd_distill.program.flops import step_flops
+from spmd_distill.program.wire import wire_bytes
 from spmd_distill.proof import verify
 from spmd_distill.runs import evaluate_run, open_run
 from spmd_distill.train import distil
+from spmd_distill.types import Batch
 
 QUIET = Console(quiet=True)
 FEATURES = (
@@ -64,6 +67,9 @@ def test_metrics_have_every_term_and_add_up_to_the_loss(trained):
         total += weight * line["hidden_states"] + 0.5 * line["hidden_states_2"]
         assert line["loss"] == pytest.approx(total, rel=1e-5)
     assert all({"hidden_states", "hidden_states_2", "kl"} <= line.keys() for _, line in lines(run, "eval"))
+    summary, last = json.loads((run / "summary.json").read_text()), lines(run, "eval")[-1][1]
+    assert summary["hidden_states_after"] == last["hidden_states"] != summary["hidden_states_before"]
+    assert f"{last['hidden_states_2']:.4g} │" in trained[1]
     assert b"hidden_states_2" in b"".join(path.read_bytes() for path in (run / "tensorboard").iterdir())
 
 
@@ -161,6 +167,17 @@ def test_the_student_is_frozen_while_projections_learn(tmp_path):
     setup = set_up(settings(tmp_path, "--optimizer.freeze", '["embed*", "layers*", "norm*"]'))
     named = jax.tree_util.tree_leaves_with_path(setup.tx.trained)
     assert {jax.tree_util.keystr(path[:1]) for path, moves in named if moves} == {"['features']"}
+
+
+def test_their_operations_and_collectives_are_counted(tmp_path):
+    given = ("null", "[{feature: hidden_states}]")
+    plain, more = (set_up(tiny_run(tmp_path, *SETTINGS, "--objective.features", x)).run for x in given)
+    rows = np.zeros((2, 4, 16), np.int32)
+    batch = Batch(rows, rows, rows > -1, rows, rows)
+    found = step_flops(more, batch) - step_flops(plain, batch)
+    matmul = 2 * rows.size * 32 * 48 * 2  # a multiplication and an addition, for two pairs of layers
+    assert found == 4 * matmul  # forward, two gradients, and the forward again in the backward pass
+    assert wire_bytes(more, batch) > wire_bytes(plain, batch)
 
 
 def test_the_proof_takes_them(tmp_path):
