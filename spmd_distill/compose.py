@@ -48,6 +48,8 @@ class Unmatched(AbstractLayerMap):
 
     def pairs(self, student: int, teacher: int) -> Pairs:
         """See the class."""
+        if self.count is not None and self.count > student:
+            raise UserError(f"Layer map best: count is {self.count}; expected 1 to {student}, the student's layers.")
         return Uniform(self.count).pairs(student, teacher)
 
 

@@ -65,7 +65,10 @@ class FeatureTerm:
         if "final_norm" in self.loss.taps:
             return Compared(label, self.loss, ((student - 1, teacher - 1),))
         layers = self.layers if isinstance(self.layers, AbstractLayerMap) else Explicit(self.layers)
-        return Compared(label, self.loss, layers.pairs(student, teacher))
+        try:
+            return Compared(label, self.loss, layers.pairs(student, teacher))
+        except UserError as error:
+            raise UserError(f"{label}: {error}") from error
 
 
 @dataclass(frozen=True)

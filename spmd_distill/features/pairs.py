@@ -46,7 +46,10 @@ class Inside:
         for one in self.compared:
             if unknown := set(one.loss.taps) - set(TAPS):
                 raise UserError(f"{one.label}: no tap point is called {min(unknown)!r}; known are {', '.join(TAPS)}.")
-            one.loss.check(self.student, self.teacher)
+            try:
+                one.loss.check(self.student, self.teacher)
+            except UserError as error:
+                raise UserError(f"{one.label}: {error}") from error
 
     @cached_property
     def parameters(self) -> Model | None:

@@ -113,16 +113,17 @@ def test_every_mistake_is_named(tmp_path, written):
 
 
 MISFITS = {
-    "{features: [{feature: hidden_states, layers: [[4, 0]]}]}": r"\[4, 0\]: .* student, 0 to 3, .* teacher, 0 to 7",
-    "{features: [{feature: hidden_states, layers: {best: 5}}]}": "count is 5; expected 1 to 4",
-    "{features: [{feature: {hidden_states: {projection: none}}}]}": "states have 24 channels and the teacher's 32",
+    "{feature: hidden_states, layers: [[4, 0]]}": r"Layer pair \[4, 0\]: .* student, 0 to 3, .* teacher, 0 to 7",
+    "{feature: hidden_states, layers: {best: 5}}": "Layer map best: count is 5; expected 1 to 4",
+    "{feature: {hidden_states: {projection: none}}}": "projection is none, .* have 24 channels and the teacher's 32",
 }
 
 
 @pytest.mark.parametrize("written", MISFITS)
 def test_what_does_not_fit_the_models_is_named(tmp_path, written):
-    with pytest.raises(UserError, match=MISFITS[written]):
-        build_objective(from_file(tmp_path, written)).inside(STUDENT, TEACHER)
+    objective = build_objective(from_file(tmp_path, f"{{features: [{{feature: hidden_states}}, {written}]}}"))
+    with pytest.raises(UserError, match=f"^hidden_states_2: .*{MISFITS[written]}"):
+        objective.inside(STUDENT, TEACHER)
 
 
 MINE = """
