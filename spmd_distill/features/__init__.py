@@ -10,6 +10,7 @@ from spmd_distill.features.base import Side as Side
 from spmd_distill.features.base import Tokens as Tokens
 from spmd_distill.features.cka import CenteredKernelAlignment as CenteredKernelAlignment
 from spmd_distill.features.cka import linear_cka as linear_cka
+from spmd_distill.features.contrastive import Contrastive as Contrastive
 from spmd_distill.features.distances import DISTANCES as DISTANCES
 from spmd_distill.features.hidden import HiddenStates as HiddenStates
 from spmd_distill.features.layer_maps import AbstractLayerMap as AbstractLayerMap
@@ -30,6 +31,7 @@ __all__: list[str] = [
     "ActivationMaps",
     "AttentionMaps",
     "CenteredKernelAlignment",
+    "Contrastive",
     "HiddenStates",
     "MiniLMRelations",
     "RelationalAngle",
@@ -41,6 +43,7 @@ FEATURES: dict[str, type[AbstractFeatureLoss]] = {
     "activation_maps": ActivationMaps,
     "attention_maps": AttentionMaps,
     "centered_kernel_alignment": CenteredKernelAlignment,
+    "contrastive": Contrastive,
     "hidden_states": HiddenStates,
     "minilm_relations": MiniLMRelations,
     "relational_angle": RelationalAngle,

@@ -81,6 +81,10 @@ class Tokens:
             return all_to_all(x, "model", split=2, concat=1)
         return split_to(x, "model", 2)
 
+    def across(self, x: Float[Array, "B Lm D"]) -> Float[Array, "B Lx Dm"]:
+        """What `by_width` would give, of an array as `spread` gives it; tokens may follow that fill the last shard."""
+        return all_to_all(_padded(x, 2, axis_size("model")), "model", split=2, concat=1)
+
     def own(self, x: Array) -> Array:
         """Of ``[B, L, ...]``, known to every shard and without a gradient: the tokens that `spread` gives this one."""
         x = _padded(x, 1, axis_size("model"))

@@ -1,7 +1,7 @@
 """The distance between a student's hidden state and the teacher's, token by token."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,12 +16,10 @@ from spmd_distill.collectives import copy_to
 from spmd_distill.errors import UserError
 from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens, wide
 from spmd_distill.features.distances import DISTANCES, settings_of
-from spmd_distill.models.base import declare
+from spmd_distill.features.projection import INITS, PROJECTIONS, declare_projection, projected
 
 HIDDEN = ("block_input", "block_output", "attention_output", "mlp_output", "final_norm")
 """Tap points whose arrays are a hidden state a token, ``[B, Ls, D]``."""
-
-PROJECTIONS = ("auto", "per_layer", "shared", "none")
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,7 @@ class HiddenStates(AbstractFeatureLoss):
         automatic = self.projection == "auto" and self.pool is None and student.width != teacher.width
         if not automatic and self.projection not in ("per_layer", "shared"):
             return {}
-        shape, axes = (student.width, teacher.width), ("embed", "act_embed")
-        stack = None if self.projection == "shared" else pairs
-        return {"projection": declare(rngs, INITS[self.init], shape, axes, student.param_dtype, stack)}
+        return declare_projection(rngs, self.init, student, teacher, None if self.projection == "shared" else pairs)
 
     def __call__(
         self, student: Side, teacher: Side, tokens: Tokens, params: Mapping[str, jax.Array]
@@ -118,7 +114,7 @@ class HiddenStates(AbstractFeatureLoss):
         # masked before and not only behind: a number that overflows has a gradient that is none, even times 0
         s, t = (jnp.where(valid[..., None], x, 0) for x in (s, t))
         if w is not None:
-            s = jnp.einsum("bmd,de->bme", s, w, preferred_element_type=wide(s).dtype)
+            s = projected(s, w)
         if self.pool is not None:
             s, t = pooled(s, self.pool), pooled(t, self.pool)
         between = partial(DISTANCES[self.distance], **{k: getattr(self, k) for k in settings_of(self.distance)})
@@ -137,28 +133,6 @@ def pooled(x: Float[Array, "*rows D"], channels: int) -> Float[Array, "*rows P"]
     # ones are exact in every type, so that the sums are those of float32
     sums = jnp.einsum("...d,dp->...p", x, jnp.asarray(members, x.dtype), preferred_element_type=dtype)
     return sums / jnp.asarray(members.sum(0), dtype)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a projection is born as
-
-
-def _orthogonal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    if len(shape) == 2:
-        return jax.nn.initializers.orthogonal()(key, shape, dtype)
-    return jax.vmap(lambda k: _orthogonal(k, shape[1:], dtype))(jax.random.split(key, shape[0]))
-
-
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jax.random.normal(key, shape, dtype) / math.sqrt(shape[-2])
-
-
-def _identity(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype), shape)
-
-
-INITS: dict[str, Callable[..., jax.Array]] = {"orthogonal": _orthogonal, "normal": _normal, "identity": _identity}
-"""Initialiser by name: (key, shape, type) of a stack of matrices or of one."""
 
 
 def _one_of(setting: str, found: Any, names: Any) -> None:

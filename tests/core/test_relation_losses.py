@@ -22,6 +22,7 @@ from spmd_distill.errors import UserError
 from spmd_distill.features import (
     FEATURES,
     CenteredKernelAlignment,
+    Contrastive,
     RelationalAngle,
     RelationalDistance,
     TokenSimilarity,
@@ -41,8 +42,10 @@ LOSSES = {
     "angle": RelationalAngle(neighbours=3, delta=0.5),
     "angle of all triples": RelationalAngle(neighbours=15),
     "cka": CenteredKernelAlignment(),
+    "contrastive": Contrastive(temperature=0.3),
+    "contrastive, one matrix": Contrastive(projection="shared", init="normal"),
 }
-SOME = ("similarity", "distance", "angle", "cka")
+SOME = ("similarity", "distance", "angle", "cka", "contrastive")
 """Those that are run in every place: one of each class."""
 EXACT = [name for name in LOSSES if "contrastive" not in name]
 """Those that are 0 where the two models are the same."""
@@ -122,11 +125,23 @@ def cka(loss: CenteredKernelAlignment, s: np.ndarray, t: np.ndarray, places: lis
     return [len(s) * (1 - cka_by_kernels(s, t))] if len(s) > 1 else [0.0]
 
 
+def contrastive(
+    loss: Contrastive, s: np.ndarray, t: np.ndarray, places: list[int], params: Mapping[str, np.ndarray] | None = None
+) -> list[Any]:
+    s = s if params is None else s @ params["projection"].reshape(s.shape[1], t.shape[1])
+    found = []
+    for i in range(len(s)):
+        scores = [np.exp(cosine(s[i], t[j]) / loss.temperature) for j in range(i + 1)]
+        found.append(-np.log(scores[i] / sum(scores)))
+    return found
+
+
 ORACLES: dict[type, Any] = {
     TokenSimilarity: similarity,
     RelationalDistance: distance,
     RelationalAngle: angle,
     CenteredKernelAlignment: cka,
+    Contrastive: contrastive,
 }
 
 
@@ -382,8 +397,8 @@ def test_no_more_than_a_block_is_held_and_nothing_is_gathered(name, layout):
     made = {e.primitive.name: [v.aval.shape for v in e.outvars] for e in equations(body)}
     assert all(x[1] < 16 for x in made["all_gather"]), "only a block's products are gathered, in the backward pass"
     sent = collectives_of(body, MeshLayout.load(layout).sizes)
-    exchanged = 3 if layout == "sp2_tp4" else 0  # two taps, and one gradient
-    assert sent["all-to-all model"] == exchanged and sent["all-reduce data"] == 1
+    exchanged = 3 if layout == "sp2_tp4" else 2 * bool(params)  # two taps, and one gradient; or what is projected
+    assert sent["all-to-all model"] == exchanged and sent["all-reduce data"] == 1 + len(params)
     assert not {kind for kind in sent if "data" in kind} - {"all-reduce data"}
 
 
@@ -425,6 +440,10 @@ def test_linear_cka_in_few_bits(dtype):
         (lambda: RelationalDistance(delta=0), "RelationalDistance: delta is 0; expected a number above 0"),
         (lambda: RelationalAngle(delta=math.nan), "RelationalAngle: delta is nan"),
         (lambda: RelationalAngle(neighbours=0), "RelationalAngle: neighbours is 0; expected"),
+        (lambda: Contrastive(temperature=0.0), "Contrastive: temperature is 0.0; expected a number above 0"),
+        (lambda: Contrastive(projection="auto"), "projection is 'auto'; expected one of per_layer, shared, none"),
+        (lambda: Contrastive(init="zeros"), "init is 'zeros'; expected one of orthogonal, normal, identity"),
+        (lambda: Contrastive(projection="none").check(*SIZES), "student's hidden states have 24 .* teacher's 13; take"),
     ],
 )
 def test_wrong_settings_are_named(make, says):
