@@ -8,9 +8,7 @@ from spmd_distill.features.attention import AttentionMaps as AttentionMaps
 from spmd_distill.features.base import AbstractFeatureLoss as AbstractFeatureLoss
 from spmd_distill.features.base import Side as Side
 from spmd_distill.features.base import Tokens as Tokens
-from spmd_distill.features.cka import CenteredKernelAlignment as CenteredKernelAlignment
 from spmd_distill.features.cka import linear_cka as linear_cka
-from spmd_distill.features.contrastive import Contrastive as Contrastive
 from spmd_distill.features.distances import DISTANCES as DISTANCES
 from spmd_distill.features.hidden import HiddenStates as HiddenStates
 from spmd_distill.features.layer_maps import AbstractLayerMap as AbstractLayerMap
@@ -23,9 +21,11 @@ from spmd_distill.features.pairs import Compared as Compared
 from spmd_distill.features.pairs import Inside as Inside
 from spmd_distill.features.parameters import FEATURES_KEY as FEATURES_KEY
 from spmd_distill.features.parameters import Trained as Trained
-from spmd_distill.features.rkd import RelationalAngle as RelationalAngle
-from spmd_distill.features.rkd import RelationalDistance as RelationalDistance
-from spmd_distill.features.similarity import TokenSimilarity as TokenSimilarity
+from spmd_distill.features.relations import CenteredKernelAlignment as CenteredKernelAlignment
+from spmd_distill.features.relations import Contrastive as Contrastive
+from spmd_distill.features.relations import RelationalAngle as RelationalAngle
+from spmd_distill.features.relations import RelationalDistance as RelationalDistance
+from spmd_distill.features.relations import TokenSimilarity as TokenSimilarity
 
 __all__: list[str] = [
     "ActivationMaps",

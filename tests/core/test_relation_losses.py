@@ -27,9 +27,9 @@ from spmd_distill.features import (
     RelationalDistance,
     TokenSimilarity,
     base,
-    gram,
     linear_cka,
 )
+from spmd_distill.features.relations import gram
 from spmd_distill.sharding import MeshLayout
 
 F64, F32, BF16 = np.float64, np.float32, jnp.bfloat16

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens
-from spmd_distill.features.gram import TokenPairs, directions, relation_tap
+from spmd_distill.features.relations.gram import TokenPairs, directions, relation_tap
 
 
 @dataclass(frozen=True)

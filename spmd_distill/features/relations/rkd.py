@@ -14,7 +14,7 @@ from spmd_distill.collectives import axis_index, copy_to, reduce_from, scatter_t
 from spmd_distill.errors import UserError
 from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens, block_length, over_blocks, wide
 from spmd_distill.features.documents import Documents, standardised
-from spmd_distill.features.gram import Blocks, TokenPairs, relation_tap, squared_lengths
+from spmd_distill.features.relations.gram import Blocks, TokenPairs, relation_tap, squared_lengths
 
 ROUNDED = 32
 """Squared distances of two tokens up to this many units of rounding of their squared lengths are 0."""

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 from spmd_distill.collectives import copy_to
 from spmd_distill.errors import UserError
 from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens
-from spmd_distill.features.gram import TokenPairs, directions, relation_tap
 from spmd_distill.features.projection import INITS, PROJECTIONS, declare_projection, projected
+from spmd_distill.features.relations.gram import TokenPairs, directions, relation_tap
 
 CHOICES = tuple(name for name in PROJECTIONS if name != "auto")
 
