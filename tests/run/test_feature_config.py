@@ -63,6 +63,7 @@ def test_every_loss_has_a_name_in_a_run_file(name):
     objective = build_objective(ObjectiveConfig(features=[{"feature": name}]))
     assert objective.labels == ("forward_kl", "ce", FEATURES[name]().name)
     assert objective.terms[-1].loss == FEATURES[name]()
+    assert f"`{name}`" in (Path(__file__).parents[2] / "docs" / "features.md").read_text()
 
 
 def test_weights_move():
