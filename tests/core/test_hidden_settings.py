@@ -94,7 +94,7 @@ def test_a_new_distance_is_one_function(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: HiddenStates("l2"), "distance is 'l2'; expected one of mse, normalized_mse, cosine, huber."),
+        (lambda: HiddenStates("l2"), "distance is 'l2'; expected one of mse, normalized_mse, cosine, huber"),
         (lambda: HiddenStates(at="keys"), "at is 'keys'; expected one of block_input, block_output"),
         (lambda: HiddenStates(projection="yes"), "is 'yes'; expected one of auto, per_layer, shared, none."),
         (lambda: HiddenStates(init="ones"), "init is 'ones'; expected one of orthogonal, normal, identity."),
