@@ -138,7 +138,7 @@ def unmatched(objective: Objective) -> dict[str, tuple[tuple[str, ...], int | No
     """Of each term whose layers are to be found yet, by label: its tap points, and of how many layers."""
     found = {}
     for label, term in objective.features.items():
-        if isinstance(term.layers, Unmatched) and "final_norm" not in term.loss.taps:
+        if isinstance(term.layers, Unmatched) and not term.loss.at_end:
             found[label] = term.loss.taps, term.layers.count
     return found
 
@@ -205,7 +205,7 @@ def _called_inside(loss: AbstractFeatureLoss) -> str:
 
 def _at_layers(compared: Compared | None) -> str:
     """``, layers 0-2 1-5``: of the student and of the teacher; of many, some."""
-    if compared is None or "final_norm" in compared.loss.taps:
+    if compared is None or compared.loss.at_end:
         return ""
     pairs = [f"{s}-{t}" for s, t in compared.pairs]
     if len(pairs) > 8:

@@ -62,7 +62,7 @@ class FeatureTerm:
 
     def between(self, label: str, student: int, teacher: int) -> Compared:
         """The loss at its pairs, for models of so many layers. Raises `UserError` where the layer map has none."""
-        if "final_norm" in self.loss.taps:
+        if self.loss.at_end:
             return Compared(label, self.loss, ((student - 1, teacher - 1),))
         layers = self.layers if isinstance(self.layers, AbstractLayerMap) else Explicit(self.layers)
         try:

@@ -12,6 +12,7 @@ from spmd_distill.divergences.base import Scheduled as Scheduled
 from spmd_distill.divergences.base import at as at
 from spmd_distill.divergences.base import integrand_and_slope as integrand_and_slope
 from spmd_distill.divergences.base import scheduled as scheduled
+from spmd_distill.divergences.base import snake_case as snake_case
 from spmd_distill.divergences.distances import SquaredHellinger, TotalVariation
 from spmd_distill.divergences.kl import ForwardKL, ReverseKL
 from spmd_distill.divergences.kl import relative_entropy as relative_entropy

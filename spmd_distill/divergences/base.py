@@ -29,13 +29,18 @@ Scheduled = float | Callable[[Any], Any] | jax.Array
 moves without recompiling."""
 
 
+def snake_case(cls: type) -> str:
+    """The name of a class as metrics and run files write it."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+
+
 class AbstractDivergence(abc.ABC):  # noqa: B024 (its three kinds have the methods)
     """One term of an objective, without weight and temperature."""
 
     @property
     def name(self) -> str:
         """What metrics and run files call it: the class' name in snake case."""
-        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+        return snake_case(type(self))
 
 
 class AbstractSeparable(AbstractDivergence):

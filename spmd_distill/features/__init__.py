@@ -40,14 +40,10 @@ __all__: list[str] = [
 ]
 
 FEATURES: dict[str, type[AbstractFeatureLoss]] = {
-    "activation_maps": ActivationMaps,
-    "attention_maps": AttentionMaps,
-    "centered_kernel_alignment": CenteredKernelAlignment,
-    "contrastive": Contrastive,
-    "hidden_states": HiddenStates,
-    "minilm_relations": MiniLMRelations,
-    "relational_angle": RelationalAngle,
-    "relational_distance": RelationalDistance,
-    "token_similarity": TokenSimilarity,
-}
+    cls().name: cls
+    for cls in (
+        ActivationMaps, AttentionMaps, CenteredKernelAlignment, Contrastive, HiddenStates,
+        MiniLMRelations, RelationalAngle, RelationalDistance, TokenSimilarity,
+    )
+}  # fmt: skip
 """Loss by the name that run files use."""

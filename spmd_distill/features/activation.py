@@ -12,16 +12,15 @@ from jaxtyping import Array, Bool, Float
 
 from spmd_distill.collectives import collect_from
 from spmd_distill.errors import UserError
-from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens, wide
+from spmd_distill.features.base import AbstractHiddenLoss, Side, Tokens, wide
 from spmd_distill.features.documents import Documents
-from spmd_distill.features.hidden import HIDDEN
 
 EPSILON = 1e-12
 """What keeps the map of zeros alone at 0: it is divided by ``sqrt(|q|^2 + EPSILON^2)``, with |h| at most 1."""
 
 
 @dataclass(frozen=True)
-class ActivationMaps(AbstractFeatureLoss):
+class ActivationMaps(AbstractHiddenLoss):
     """``|q_s / |q_s| - q_t / |q_t||^2`` of a document, q its tokens' mean over the channels of ``|h|^power``.
 
     Activation-based attention transfer (Zagoruyko and Komodakis 2017, arXiv:1612.03928, eq. 1 and 2, with a square in
@@ -37,15 +36,9 @@ class ActivationMaps(AbstractFeatureLoss):
     """The tap point: one of `HIDDEN`."""
 
     def __post_init__(self):
+        super().__post_init__()
         if not (math.isfinite(self.power) and self.power >= 1):
             raise UserError(f"ActivationMaps: power is {self.power}; expected a number from 1, such as 2.")
-        if self.at not in HIDDEN:
-            raise UserError(f"ActivationMaps: at is {self.at!r}; expected one of {', '.join(HIDDEN)}.")
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """The one it is at."""
-        return (self.at,)
 
     def __call__(
         self, student: Side, teacher: Side, tokens: Tokens, params: Mapping[str, jax.Array]

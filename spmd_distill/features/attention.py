@@ -10,8 +10,7 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from spmd_distill.errors import UserError
-from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens
+from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens, one_of
 from spmd_distill.features.causal import Causal, blank, forward_kl
 from spmd_distill.features.heads import Heads, Table, heads_of, of_shard
 from spmd_distill.models.attention import Scores, masked_scores
@@ -46,11 +45,8 @@ class AttentionMaps(AbstractFeatureLoss):
 
     def __post_init__(self):
         """Check the names."""
-        for name, known in (("divergence", DIVERGENCES), ("heads", HEADS)):
-            if getattr(self, name) not in known:
-                raise UserError(
-                    f"AttentionMaps: {name} is {getattr(self, name)!r}; expected one of {', '.join(known)}."
-                )
+        one_of(self, "divergence", DIVERGENCES)
+        one_of(self, "heads", HEADS)
 
     @property
     def taps(self) -> tuple[str, ...]:

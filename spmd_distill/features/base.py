@@ -18,8 +18,7 @@ shards has a gradient that is equal on all shards.
 
 import abc
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -28,10 +27,9 @@ from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int
 
 from spmd_distill.collectives import all_to_all, axis_index, axis_size, reduce_from, split_to
+from spmd_distill.divergences import snake_case
+from spmd_distill.errors import UserError
 from spmd_distill.models.base import Shard
-
-BLOCK_BYTES = 32 * 2**20
-"""What the scores of a block of tokens with all others of their rows may take."""
 
 
 @struct.dataclass
@@ -115,12 +113,17 @@ class AbstractFeatureLoss(abc.ABC):
     @property
     def name(self) -> str:
         """What metrics and run files call it: the class' name in snake case."""
-        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+        return snake_case(type(self))
 
     @property
     @abc.abstractmethod
     def taps(self) -> tuple[str, ...]:
         """Names of the tap points that it needs, of both models (see `models.taps.TAPS`)."""
+
+    @property
+    def at_end(self) -> bool:
+        """Whether it looks behind all layers: then there is one pair, the ends of both models."""
+        return "final_norm" in self.taps
 
     def check(self, student: Any, teacher: Any) -> None:  # noqa: B027 (most fit any two models)
         """Raise `UserError` where the two `DecoderConfig`s cannot be compared: the sizes found, and what would fit."""
@@ -143,28 +146,40 @@ class AbstractFeatureLoss(abc.ABC):
         """
 
 
+HIDDEN = ("block_input", "block_output", "attention_output", "mlp_output", "final_norm")
+"""Tap points whose arrays are a hidden state a token, ``[B, Ls, D]``."""
+
+
+class AbstractHiddenLoss(AbstractFeatureLoss):
+    """A loss between hidden states: its field ``at`` is the tap point, one of `HIDDEN`."""
+
+    at: str
+
+    def __post_init__(self):
+        """Check the tap point; subclasses check the rest."""
+        one_of(self, "at", HIDDEN)
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The one it is at."""
+        return (self.at,)
+
+
+def one_of(loss: AbstractFeatureLoss, setting: str, names: Collection[str]) -> None:
+    """Raise `UserError` where a loss' setting is none of ``names``."""
+    if (found := getattr(loss, setting)) not in names:
+        raise UserError(f"{type(loss).__name__}: {setting} is {found!r}; expected one of {', '.join(names)}.")
+
+
+def above_zero(loss: AbstractFeatureLoss, setting: str, example: str = "") -> None:
+    """Raise `UserError` where a loss' setting is not a finite number above 0."""
+    if not (math.isfinite(found := getattr(loss, setting)) and found > 0):
+        raise UserError(f"{type(loss).__name__}: {setting} is {found}; expected a number above 0{example}.")
+
+
 def wide(x: jax.Array) -> jax.Array:
     """In float32, or float64 where it is: what losses are computed in."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def block_length(batch: int, heads: int, length: int, itemsize: int = 4) -> int:
-    """How many tokens to compare at a time with all of their row, for `BLOCK_BYTES`; a multiple of ``model``'s size."""
-    shards = axis_size("model")
-    most = max(1, BLOCK_BYTES // max(1, batch * heads * length * itemsize))
-    return min(math.ceil(length / shards), max(1, most // shards)) * shards
-
-
-def over_blocks(
-    rows: Callable[[jax.Array], Float[Array, "B M *rest"]], length: int, block: int
-) -> Float[Array, "B N *rest"]:
-    """``rows(begin)`` of every block of ``block`` tokens of a row, one at a time, side by side.
-
-    The backward pass computes a block again instead of keeping it. The last block may reach beyond ``length``.
-    """
-    begins = jnp.arange(0, length, block)
-    found = jax.lax.map(jax.checkpoint(rows), begins)
-    return jnp.moveaxis(found, 0, 1).reshape(found.shape[1], -1, *found.shape[3:])
 
 
 def _padded(x: jax.Array, dim: int, multiple: int) -> jax.Array:

@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spmd_distill.collectives import all_to_all, axis_index, axis_size
-from spmd_distill.features.base import Tokens, block_length, over_blocks
-
-PARTS = 4
-"""Into how many parts rows are cut that look at no token behind their end: 3/8 of the square is never computed."""
+from spmd_distill.collectives import all_to_all, axis_size
+from spmd_distill.features.base import Tokens
+from spmd_distill.features.blocks import Blocks, block_length, over_parts
 
 
-class Causal:
+class Causal(Blocks):
     """Rows of tokens in blocks, each token with those up to itself.
 
     ``heads``: how many [B, L, L] there are of both models together, on all shards if ``spread``, else on this one.
@@ -28,23 +26,18 @@ class Causal:
 
     def __init__(self, tokens: Tokens, heads: int, dtype: Any, *, spread: bool):
         self.tokens = tokens
-        batch, self.length = tokens.segments.shape
-        self.shards = axis_size("model") if spread else 1
+        batch, length = tokens.segments.shape
         itemsize = jnp.promote_types(dtype, jnp.float32).itemsize
-        self.block = block_length(batch, math.ceil(heads / self.shards), self.length, itemsize)
-        self.count = math.ceil(self.length / self.block)
-        self.own = self.block // self.shards
-        """How many tokens of a block are this shard's."""
+        heads = math.ceil(heads / axis_size("model")) if spread else heads
+        super().__init__(length, block_length(batch, heads, length, itemsize), spread=spread)
 
     def cut(self, x: Array, fill: Any = 0) -> Array:
-        """This shard's tokens ``[B, count * own, ...]`` of what it has of all, ``[B, L, ...]``."""
-        x = self._in_blocks(x, fill)
-        at = axis_index("model") if self.shards > 1 else 0
-        return _flat(jax.lax.dynamic_index_in_dim(x, at, 2, keepdims=False))
+        """This shard's tokens ``[B, own, ...]`` of what it has of all, ``[B, L, ...]``."""
+        return self.own(self.filled(x, fill))
 
     def exchange(self, x: Float[Array, "B L local C"]) -> Float[Array, "B Lown places C"]:
         """The same of what each shard has for its own heads: all shards' places side by side."""
-        x = jnp.moveaxis(self._in_blocks(x, 0), 2, 1)
+        x = jnp.moveaxis(self.divided(self.filled(x)), 2, 1)
         x = x.reshape(x.shape[0], -1, *x.shape[4:])
         return all_to_all(x, "model", split=1, concat=2) if self.shards > 1 else x
 
@@ -73,8 +66,7 @@ class Causal:
             behind, documents, before = jax.tree.map(lambda x: x[:, :end], (keys, segments, place[None]))
 
             def one(begin: jax.Array) -> jax.Array:
-                ours = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, begin, self.own, 1), rows)
-                asking, document, valid, at = ours
+                asking, document, valid, at = jax.tree.map(lambda x: self.mine(x, begin), rows)
                 distance = at[:, :, None] - before[:, None]
                 seen = (distance >= 0) & (document[:, :, None] == documents[:, None])
                 if window is not None:
@@ -83,26 +75,8 @@ class Causal:
 
             return one
 
-        found, done = [], 0
-        for part in sorted({-(-self.count * (i + 1) // PARTS) for i in range(PARTS)}):
-            one, first = until(min(part * self.block, self.length)), done * self.own
-            found.append(
-                over_blocks(lambda b, one=one, first=first: one(b + first), (part - done) * self.own, self.own)
-            )
-            done = part
-        values = jnp.concatenate(found, axis=1)
+        values = over_parts(until, self.count, self.block)
         return self.tokens.total(values, jnp.ones(values.shape, bool), shared=True)
-
-    def _in_blocks(self, x: Array, fill: Any) -> Array:
-        """``[B, count, shards, own, ...]`` of ``[B, L, ...]``."""
-        more = self.count * self.block - self.length
-        if more:
-            x = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
-        return x.reshape(x.shape[0], self.count, self.shards, self.own, *x.shape[2:])
-
-
-def _flat(x: Array) -> Array:
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def forward_kl(teacher: Float[Array, "... N"], student: Float[Array, "... N"]) -> Float[Array, "..."]:

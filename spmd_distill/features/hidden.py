@@ -1,6 +1,5 @@
 """The distance between a student's hidden state and the teacher's, token by token."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,16 +13,13 @@ from jaxtyping import Array, Bool, Float
 
 from spmd_distill.collectives import copy_to
 from spmd_distill.errors import UserError
-from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens, wide
+from spmd_distill.features.base import AbstractHiddenLoss, Side, Tokens, above_zero, one_of, wide
 from spmd_distill.features.distances import DISTANCES, settings_of
-from spmd_distill.features.projection import INITS, PROJECTIONS, declare_projection, projected
-
-HIDDEN = ("block_input", "block_output", "attention_output", "mlp_output", "final_norm")
-"""Tap points whose arrays are a hidden state a token, ``[B, Ls, D]``."""
+from spmd_distill.features.projection import INITS, PROJECTIONS, check_same_width, declare_projection, projected
 
 
 @dataclass(frozen=True)
-class HiddenStates(AbstractFeatureLoss):
+class HiddenStates(AbstractHiddenLoss):
     """``distance(h_s W, h_t)`` of every token, W a learned ``[D_s, D_t]`` that works on the channels alone.
 
     The regression of FitNets (Romero et al. 2014, arXiv:1412.6550, eq. 3) on the hidden states of a transformer
@@ -49,10 +45,9 @@ class HiddenStates(AbstractFeatureLoss):
     """Where ``huber`` turns from a square into a line."""
 
     def __post_init__(self):
-        _one_of("distance", self.distance, DISTANCES)
-        _one_of("at", self.at, HIDDEN)
-        _one_of("projection", self.projection, PROJECTIONS)
-        _one_of("init", self.init, INITS)
+        super().__post_init__()
+        for setting, names in (("distance", DISTANCES), ("projection", PROJECTIONS), ("init", INITS)):
+            one_of(self, setting, names)
         if self.pool is not None and self.pool < 1:
             raise UserError(f"HiddenStates: pool is {self.pool}; expected a number of channels, at least 1.")
         if self.pool is not None and self.projection in ("per_layer", "shared"):
@@ -60,18 +55,12 @@ class HiddenStates(AbstractFeatureLoss):
                 f"HiddenStates: both pool: {self.pool} and projection: {self.projection} are given, and each makes the "
                 f"widths equal; expected one of them: leave the other out."
             )
-        if not (math.isfinite(self.delta) and self.delta > 0):
-            raise UserError(f"HiddenStates: delta is {self.delta}; expected a number above 0.")
+        above_zero(self, "delta")
         if self.delta != 1.0 and "delta" not in settings_of(self.distance):
             raise UserError(
                 f"HiddenStates: delta is {self.delta}, but distance {self.distance} has none; "
                 f"leave it out, or take distance huber."
             )
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """The one it is at."""
-        return (self.at,)
 
     def check(self, student: Any, teacher: Any) -> None:
         """See the base class."""
@@ -80,12 +69,8 @@ class HiddenStates(AbstractFeatureLoss):
                 f"HiddenStates: pool is {self.pool}, more than there are channels: the student has {student.width}, "
                 f"the teacher {teacher.width}; take at most {min(student.width, teacher.width)}."
             )
-        if self.pool is None and self.projection == "none" and student.width != teacher.width:
-            raise UserError(
-                f"HiddenStates: projection is none, but the student's hidden states have {student.width} channels and "
-                f"the teacher's {teacher.width}; take projection per_layer or shared, or pool, "
-                f"a number of channels to average both to."
-            )
+        if self.pool is None and self.projection == "none":
+            check_same_width(self, student, teacher, ", or pool, a number of channels to average both to")
 
     def declare(self, rngs: nnx.Rngs, student: Any, teacher: Any, pairs: int) -> dict[str, nnx.Param]:
         """``projection``, ``[D_s, D_t]``, for each pair or for all."""
@@ -133,8 +118,3 @@ def pooled(x: Float[Array, "*rows D"], channels: int) -> Float[Array, "*rows P"]
     # ones are exact in every type, so that the sums are those of float32
     sums = jnp.einsum("...d,dp->...p", x, jnp.asarray(members, x.dtype), preferred_element_type=dtype)
     return sums / jnp.asarray(members.sum(0), dtype)
-
-
-def _one_of(setting: str, found: Any, names: Any) -> None:
-    if found not in names:
-        raise UserError(f"HiddenStates: {setting} is {found!r}; expected one of {', '.join(names)}.")

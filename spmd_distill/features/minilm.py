@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from spmd_distill.errors import UserError
-from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens
+from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens, one_of
 from spmd_distill.features.causal import Causal, blank, forward_kl
 from spmd_distill.features.heads import heads_of
 from spmd_distill.models.attention import PLAIN, masked_scores
@@ -47,10 +47,7 @@ class MiniLMRelations(AbstractFeatureLoss):
 
     def __post_init__(self):
         """Check name and number."""
-        if self.relations not in RELATIONS:
-            raise UserError(
-                f"MiniLMRelations: relations is {self.relations!r}; expected one of {', '.join(RELATIONS)}."
-            )
+        one_of(self, "relations", RELATIONS)
         if self.relation_heads is not None and self.relation_heads < 1:
             raise UserError(
                 f"MiniLMRelations: relation_heads is {self.relation_heads}; it must be at least 1, or null."

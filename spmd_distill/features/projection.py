@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from spmd_distill.errors import UserError
 from spmd_distill.features.base import wide
 from spmd_distill.models.base import declare
 
@@ -22,6 +23,15 @@ def declare_projection(
     """``projection``, ``[D_s, D_t]``, born as `INITS` says; ``stack``: for each of so many pairs of layers."""
     shape, axes = (student.width, teacher.width), ("embed", "act_embed")
     return {"projection": declare(rngs, INITS[init], shape, axes, student.param_dtype, stack)}
+
+
+def check_same_width(loss: Any, student: Any, teacher: Any, otherwise: str = "") -> None:
+    """Raise `UserError` where two hidden states of these `DecoderConfig`s cannot be compared without a projection."""
+    if student.width != teacher.width:
+        raise UserError(
+            f"{type(loss).__name__}: projection is none, but the student's hidden states have {student.width} channels "
+            f"and the teacher's {teacher.width}; take projection per_layer or shared{otherwise}."
+        )
 
 
 def projected(x: Float[Array, "B M Ds"], projection: Float[Array, "Ds Dt"]) -> Float[Array, "B M Dt"]:

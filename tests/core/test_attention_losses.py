@@ -14,7 +14,7 @@ import pytest
 from inside import Sizes
 
 from spmd_distill.errors import UserError
-from spmd_distill.features import AbstractFeatureLoss, AttentionMaps, MiniLMRelations, base
+from spmd_distill.features import AbstractFeatureLoss, AttentionMaps, MiniLMRelations, blocks
 from spmd_distill.features.minilm import RELATIONS
 
 
@@ -163,7 +163,7 @@ def test_under_every_mapper(mapper, layout, loss):
 @pytest.mark.parametrize("loss", [*GROUPS, "kl, matched"])
 def test_blocks_make_no_difference(loss, monkeypatch):
     """Blocks of two tokens a shard, the last one beyond the row, in four parts."""
-    monkeypatch.setattr(base, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4000)
     it = (GROUPS | LOSSES)[loss]
     given = inside.arrays(it, *PAIRS["9/3 9/3"])
 
@@ -342,7 +342,7 @@ SENT = {
 
 @pytest.mark.parametrize(("loss", "pair", "layout"), SENT)
 def test_heads_travel_where_they_must_and_maps_never(loss, pair, layout, monkeypatch):
-    monkeypatch.setattr(base, "BLOCK_BYTES", BYTES)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", BYTES)
     length = 1024
     program = traced(LOSSES[loss], pair, length, layout).jaxpr.jaxpr
     sent: Counter[str] = Counter()
@@ -364,7 +364,7 @@ def test_heads_travel_where_they_must_and_maps_never(loss, pair, layout, monkeyp
 @pytest.mark.parametrize(("loss", "pair"), [("kl, mean", "8/4 8/4"), ("values", "9/3 9/3")])
 def test_memory_grows_with_the_length_alone(loss, pair, monkeypatch):
     """Four times the length: the arrays of tokens, and no more than those, are four times as large."""
-    monkeypatch.setattr(base, "BLOCK_BYTES", BYTES)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", BYTES)
     short, long = (
         traced(LOSSES[loss], pair, n).lower().compile().memory_analysis().temp_size_in_bytes for n in (512, 2048)
     )

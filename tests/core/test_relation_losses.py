@@ -26,10 +26,9 @@ from spmd_distill.features import (
     RelationalAngle,
     RelationalDistance,
     TokenSimilarity,
-    base,
+    blocks,
     linear_cka,
 )
-from spmd_distill.features.relations import gram
 from spmd_distill.sharding import MeshLayout
 
 F64, F32, BF16 = np.float64, np.float32, jnp.bfloat16
@@ -63,8 +62,8 @@ def _small_blocks():
     compiled for itself.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "BLOCK_BYTES", 3 * 8 * 2 * 16 * 8)
-        patch.setattr(gram, "PARTS", 2)
+        patch.setattr(blocks, "BLOCK_BYTES", 3 * 8 * 2 * 16 * 8)
+        patch.setattr(blocks, "PARTS", 2)
         yield
 
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spmd_distill.collectives import reduce_from
-from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens
+from spmd_distill.features.base import AbstractHiddenLoss, Side, Tokens
 from spmd_distill.features.cka import alignment
 from spmd_distill.features.documents import standardised
-from spmd_distill.features.relations.gram import TokenPairs, relation_tap
+from spmd_distill.features.relations.gram import TokenPairs
 
 
 @dataclass(frozen=True)
-class CenteredKernelAlignment(AbstractFeatureLoss):
+class CenteredKernelAlignment(AbstractHiddenLoss):
     """1 - CKA of a document's tokens in both models, times its valid tokens.
 
     So the objective's mean over valid tokens is a mean over documents, weighted by their lengths. CKA is that of
@@ -32,14 +32,6 @@ class CenteredKernelAlignment(AbstractFeatureLoss):
 
     at: str = "block_output"
     """The tap point, of hidden states."""
-
-    def __post_init__(self):
-        relation_tap(self)
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """The one it is at."""
-        return (self.at,)
 
     def __call__(
         self, student: Side, teacher: Side, tokens: Tokens, params: Mapping[str, jax.Array]

@@ -1,6 +1,5 @@
 """A student's token must find its own among the teacher's."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +10,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from spmd_distill.collectives import copy_to
-from spmd_distill.errors import UserError
-from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens
-from spmd_distill.features.projection import INITS, PROJECTIONS, declare_projection, projected
-from spmd_distill.features.relations.gram import TokenPairs, directions, relation_tap
+from spmd_distill.features.base import AbstractHiddenLoss, Side, Tokens, above_zero, one_of
+from spmd_distill.features.projection import INITS, PROJECTIONS, check_same_width, declare_projection, projected
+from spmd_distill.features.relations.gram import TokenPairs, directions
 
 CHOICES = tuple(name for name in PROJECTIONS if name != "auto")
 
 
 @dataclass(frozen=True)
-class Contrastive(AbstractFeatureLoss):
+class Contrastive(AbstractHiddenLoss):
     """Token i: ``-log softmax_j(cos(s_i W, t_j) / temperature)`` at j = i, over valid tokens j <= i of its document.
 
     Contrastive representation distillation (Tian et al. 2020, arXiv:1910.10699) in the form of InfoNCE (van den Oord
@@ -43,25 +41,15 @@ class Contrastive(AbstractFeatureLoss):
     """What W is born as, by its name in `INITS`: orthogonal, normal, identity."""
 
     def __post_init__(self):
-        relation_tap(self)
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise UserError(f"Contrastive: temperature is {self.temperature}; expected a number above 0, such as 0.07.")
-        for setting, found, names in (("projection", self.projection, CHOICES), ("init", self.init, INITS)):
-            if found not in names:
-                raise UserError(f"Contrastive: {setting} is {found!r}; expected one of {', '.join(names)}.")
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """The one it is at."""
-        return (self.at,)
+        super().__post_init__()
+        above_zero(self, "temperature", ", such as 0.07")
+        one_of(self, "projection", CHOICES)
+        one_of(self, "init", INITS)
 
     def check(self, student: Any, teacher: Any) -> None:
         """See the base class."""
-        if self.projection == "none" and student.width != teacher.width:
-            raise UserError(
-                f"Contrastive: projection is none, but the student's hidden states have {student.width} channels and "
-                f"the teacher's {teacher.width}; take projection per_layer or shared."
-            )
+        if self.projection == "none":
+            check_same_width(self, student, teacher)
 
     def declare(self, rngs: nnx.Rngs, student: Any, teacher: Any, pairs: int) -> dict[str, nnx.Param]:
         """``projection``, ``[D_s, D_t]``, for each pair or for all."""

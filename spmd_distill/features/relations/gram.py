@@ -5,7 +5,6 @@ partial sums, which a reduce-scatter completes: each shard then has some of the 
 nor a matrix of tokens by tokens are ever gathered.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,50 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from spmd_distill.collectives import axis_index, axis_size, copy_to, reduce_from, scatter_to
-from spmd_distill.errors import UserError
-from spmd_distill.features.base import Tokens, block_length, over_blocks, wide
+from spmd_distill.collectives import axis_index, copy_to, reduce_from, scatter_to
+from spmd_distill.features.base import Tokens, wide
+from spmd_distill.features.blocks import Blocks, block_length, over_parts
 from spmd_distill.features.documents import Documents
-from spmd_distill.features.hidden import HIDDEN
-
-PARTS = 4
-"""Into how many parts rows are cut that look at no token behind their end: 3/8 of the square is never computed."""
 
 SHORTEST = 1e-6
 """Length up to which a vector has no direction."""
 
 Compare = Callable[[Sequence[Any], Any, Bool[Array, "B M N"], Bool[Array, "B M N"]], Float[Array, "B M *rest"]]
-
-
-class Blocks:
-    """Tokens of a row in blocks of equal size, of which every shard of ``model`` has a part.
-
-    Arrays of all tokens are ``[B, P, ...]`` here, P being their number and what it takes to fill the last block; those
-    of this shard's tokens are ``[B, own, ...]``, own being P / shards.
-    """
-
-    def __init__(self, length: int, largest: int):
-        """``largest``: at most so many tokens a block, a multiple of the shards (`block_length`)."""
-        self.length, self.shards = length, axis_size("model")
-        self.count = math.ceil(length / largest)
-        self.rows = math.ceil(length / self.count / self.shards)
-        """How many tokens of a block are this shard's."""
-        self.block = self.rows * self.shards
-
-    def filled(self, x: Array) -> Array:
-        """``[B, P, ...]`` of the tokens, of which there may be some more than the length."""
-        x = x[:, : self.length]
-        return jnp.pad(x, [(0, 0), (0, self.count * self.block - self.length)] + [(0, 0)] * (x.ndim - 2))
-
-    def own(self, x: Array) -> Array:
-        """Of ``[B, P, ...]``, known to every shard: its own tokens."""
-        x = x.reshape(x.shape[0], self.count, self.shards, self.rows, *x.shape[2:])
-        x = jax.lax.dynamic_index_in_dim(x, axis_index("model"), 2, keepdims=False)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-    def mine(self, x: Array, begin: jax.Array) -> Array:
-        """Of ``[B, own, ...]``: those of the block that begins with the token ``begin``."""
-        return jax.lax.dynamic_slice_in_dim(x, begin // self.shards, self.rows, 1)
 
 
 class TokenPairs(Blocks):
@@ -86,13 +50,8 @@ class TokenPairs(Blocks):
         ``[B, M, N]``. ``mine`` is a pytree of arrays of the tokens i. ``related`` are the pairs, and ``itself`` those
         of them with i = j. What comes back has ``[B, M, ...]``. The backward pass computes a block again.
         """
-        found, done = [], 0
-        for part in sorted({-(-self.count * (n + 1) // PARTS) for n in range(PARTS)}):
-            one = self._until(part * self.block, compare, features, (mine, self.own_segments, self.own_valid))
-            first, length = done * self.block, (part - done) * self.block
-            found.append(over_blocks(lambda b, one=one, first=first: one(b + first), length, self.block))
-            done = part
-        return jnp.concatenate(found, axis=1)
+        mine = mine, self.own_segments, self.own_valid
+        return over_parts(lambda end: self._until(end, compare, features, mine), self.count, self.block)
 
     def _until(
         self, end: int, compare: Compare, features: Sequence[tuple[jax.Array, jax.Array]], mine: Any
@@ -116,12 +75,6 @@ class TokenPairs(Blocks):
         # whole float32 also where matrix units round: what is looked for are small differences of large numbers
         partial = jnp.einsum("bmd,bnd->bmn", queries, keys, precision=jax.lax.Precision.HIGHEST)
         return scatter_to(partial, "model", 1)
-
-
-def relation_tap(loss: Any) -> None:
-    """Raise `UserError` where the tap point that a loss is ``at`` has no hidden states."""
-    if loss.at not in HIDDEN:
-        raise UserError(f"{type(loss).__name__}: at is {loss.at!r}; expected one of {', '.join(HIDDEN)}.")
 
 
 def squared_lengths(x: Float[Array, "B P Dm"]) -> Float[Array, "B P"]:

@@ -12,16 +12,17 @@ from jaxtyping import Array, Bool, Float
 
 from spmd_distill.collectives import axis_index, copy_to, reduce_from, scatter_to
 from spmd_distill.errors import UserError
-from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens, block_length, over_blocks, wide
+from spmd_distill.features.base import AbstractHiddenLoss, Side, Tokens, above_zero, wide
+from spmd_distill.features.blocks import Blocks, block_length, over_blocks
 from spmd_distill.features.documents import Documents, standardised
-from spmd_distill.features.relations.gram import Blocks, TokenPairs, relation_tap, squared_lengths
+from spmd_distill.features.relations.gram import TokenPairs, squared_lengths
 
 ROUNDED = 32
 """Squared distances of two tokens up to this many units of rounding of their squared lengths are 0."""
 
 
 @dataclass(frozen=True)
-class RelationalDistance(AbstractFeatureLoss):
+class RelationalDistance(AbstractHiddenLoss):
     """RKD-D (eq. 4 to 6): of a document, the mean over its pairs of tokens of ``huber(psi_s - psi_t)``.
 
     ``psi(i, j) = |x_i - x_j| / mu``, where mu is the mean distance of the document's pairs, each model its own; the
@@ -40,13 +41,8 @@ class RelationalDistance(AbstractFeatureLoss):
     """Where the Huber loss turns from ``e^2 / 2`` into a line."""
 
     def __post_init__(self):
-        relation_tap(self)
-        _above_zero(self, "delta", self.delta)
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """The one it is at."""
-        return (self.at,)
+        super().__post_init__()
+        above_zero(self, "delta")
 
     def __call__(
         self, student: Side, teacher: Side, tokens: Tokens, params: Mapping[str, jax.Array]
@@ -102,7 +98,7 @@ def _distances(
 
 
 @dataclass(frozen=True)
-class RelationalAngle(AbstractFeatureLoss):
+class RelationalAngle(AbstractHiddenLoss):
     """RKD-A (eq. 7 and 8): of a document, the mean over triples of tokens of ``huber(psi_s - psi_t)``.
 
     ``psi(i, j, k)`` is the cosine of the angle at j: of ``x_i - x_j`` and ``x_k - x_j``. All triples of a document
@@ -123,17 +119,12 @@ class RelationalAngle(AbstractFeatureLoss):
     """Where the Huber loss turns from ``e^2 / 2`` into a line."""
 
     def __post_init__(self):
-        relation_tap(self)
-        _above_zero(self, "delta", self.delta)
+        super().__post_init__()
+        above_zero(self, "delta")
         if self.neighbours < 1:
             raise UserError(
                 f"RelationalAngle: neighbours is {self.neighbours}; expected a number of tokens, at least 1."
             )
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """The one it is at."""
-        return (self.at,)
 
     def __call__(
         self, student: Side, teacher: Side, tokens: Tokens, params: Mapping[str, jax.Array]
@@ -189,8 +180,3 @@ def _cosines(products: Float[Array, "B M W W"]) -> Float[Array, "B M W W"]:
     some = squares > jnp.finfo(squares.dtype).tiny
     inverse = jnp.where(some, jax.lax.rsqrt(jnp.where(some, squares, 1)), 0)
     return products * inverse[..., None] * inverse[..., None, :]
-
-
-def _above_zero(loss: Any, setting: str, found: float) -> None:
-    if not (math.isfinite(found) and found > 0):
-        raise UserError(f"{type(loss).__name__}: {setting} is {found}; expected a number above 0.")

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from spmd_distill.features.base import AbstractFeatureLoss, Side, Tokens
-from spmd_distill.features.relations.gram import TokenPairs, directions, relation_tap
+from spmd_distill.features.base import AbstractHiddenLoss, Side, Tokens
+from spmd_distill.features.relations.gram import TokenPairs, directions
 
 
 @dataclass(frozen=True)
-class TokenSimilarity(AbstractFeatureLoss):
+class TokenSimilarity(AbstractHiddenLoss):
     """Token i: the mean over the valid tokens j < i of its document of ``(cos(s_i, s_j) - cos(t_i, t_j))^2``.
 
     Two tokens that the teacher holds similar are to be similar in the student, whatever directions it uses: widths
@@ -26,14 +26,6 @@ class TokenSimilarity(AbstractFeatureLoss):
 
     at: str = "block_output"
     """The tap point, of hidden states."""
-
-    def __post_init__(self):
-        relation_tap(self)
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """The one it is at."""
-        return (self.at,)
 
     def __call__(
         self, student: Side, teacher: Side, tokens: Tokens, params: Mapping[str, jax.Array]
