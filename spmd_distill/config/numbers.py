@@ -94,6 +94,24 @@ def read_schedule(value: Mapping[str, Any], where: str) -> Schedule:
     return Schedule(kind, tuple(read))
 
 
+def read_named(value: Any, where: str, plain: str, with_parameters: str, own: str) -> tuple[str, Mapping[str, Any]]:
+    """Name or import path of a class, and its parameters as written: only the class knows what they may be.
+
+    The last three are examples for the sentence: a name, a name with its parameters, a class.
+    """
+    if isinstance(value, str) and value:
+        return value, {}
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((name, parameters),) = value.items()
+        parameters = {} if parameters is None else parameters
+        if isinstance(name, str) and name and isinstance(parameters, Mapping):
+            return name, parameters
+    raise UserError(
+        f"{where} is {shown(value)}; expected a name such as {plain}, a name with its parameters such as "
+        f"{with_parameters}, or a class such as {own}."
+    )
+
+
 def check_names(found: Mapping[Any, Any], known: Iterable[str], where: str, what: str) -> None:
     """Raise `UserError` with the nearest known name for one that is not known."""
     known = list(known)

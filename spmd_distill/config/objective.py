@@ -12,6 +12,7 @@ from spmd_distill.config.numbers import (
     Number,
     check_names,
     read_count,
+    read_named,
     read_number,
     read_plain,
     read_temperature,
@@ -122,18 +123,8 @@ def read_terms(config: ObjectiveConfig) -> list[TermConfig | FeatureConfig]:
 
 
 def read_divergence(value: Any, where: str) -> tuple[str, Mapping[str, Any]]:
-    """Name or import path, and parameters as written: only their class knows what they may be."""
-    if isinstance(value, str) and value:
-        return value, {}
-    if isinstance(value, Mapping) and len(value) == 1:
-        ((name, parameters),) = value.items()
-        parameters = {} if parameters is None else parameters
-        if isinstance(name, str) and name and isinstance(parameters, Mapping):
-            return name, parameters
-    raise UserError(
-        f"{where} is {shown(value)}; expected a name such as forward_kl, a name with its parameters such as "
-        f"{{skew_kl: {{skew: 0.1}}}}, or a class such as my_module:MyDivergence."
-    )
+    """See `read_named`."""
+    return read_named(value, where, "forward_kl", "{skew_kl: {skew: 0.1}}", "my_module:MyDivergence")
 
 
 def read_support(value: Any) -> SupportConfig:

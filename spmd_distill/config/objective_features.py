@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from spmd_distill.config.numbers import Number, check_names, read_count, read_number, shown
+from spmd_distill.config.numbers import Number, check_names, read_count, read_named, read_number, shown
 from spmd_distill.errors import UserError
 
 MAPS = ("uniform", "last", "best")
@@ -59,18 +59,8 @@ def read_feature(entry: Any, where: str) -> FeatureConfig:
 
 
 def read_loss(value: Any, where: str) -> tuple[str, Mapping[str, Any]]:
-    """Name or import path, and parameters as written: only their class knows what they may be."""
-    if isinstance(value, str) and value:
-        return value, {}
-    if isinstance(value, Mapping) and len(value) == 1:
-        ((name, parameters),) = value.items()
-        parameters = {} if parameters is None else parameters
-        if isinstance(name, str) and name and isinstance(parameters, Mapping):
-            return name, parameters
-    raise UserError(
-        f"{where} is {shown(value)}; expected a name such as hidden_states, a name with its parameters such as "
-        f"{{hidden_states: {{distance: cosine}}}}, or a class such as my_module:MyLoss."
-    )
+    """See `read_named`."""
+    return read_named(value, where, "hidden_states", "{hidden_states: {distance: cosine}}", "my_module:MyLoss")
 
 
 def read_layers(value: Any, where: str) -> LayersConfig:

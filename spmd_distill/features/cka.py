@@ -27,6 +27,12 @@ def linear_cka(x: Float[Array, "N Dx"], y: Float[Array, "N Dy"]) -> Float[Array,
     return alignment(xy, xx, yy)
 
 
+def gram(x: Float[Array, "N D"]) -> Float[Array, "N N"]:
+    """The Gram matrix of features, centred and scaled: its diagonal has the mean 1. Zeros where they do not vary."""
+    x = _standardised(wide(x))
+    return _dot(x, x.T)
+
+
 def alignment(xy: Float[Array, "*S"], xx: Float[Array, "*S"], yy: Float[Array, "*S"]) -> Float[Array, "*S"]:
     """CKA from the three sums over pairs, of K L, K K and L L; 0, without a gradient, where K or L is nothing."""
     some = (xx > 0) & (yy > 0)

@@ -48,9 +48,9 @@ class Heads:
 
 
 def heads_of(tap: str, config: Any) -> Heads:
-    """Of ``queries``, ``keys`` or ``values`` of a model with this `DecoderConfig`."""
+    """Of ``attention_heads``, ``queries``, ``keys`` or ``values`` of a model with this `DecoderConfig`."""
     plan = head_plan(config.heads, config.kv_heads, axis_size("model"))
-    if tap == "queries":
+    if tap in ("attention_heads", "queries"):
         return Heads(plan.queries, config.heads)
     return Heads(plan.key_values, config.kv_heads)
 

@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_distill.collectives import axis_index, gather_stacked, same_on
+from spmd_distill.collectives import all_gather, axis_size, gather_stacked, same_on
 from spmd_distill.distributed import fetch, place
-from spmd_distill.features.base import wide
-from spmd_distill.features.cka import alignment
+from spmd_distill.features.cka import alignment, gram
+from spmd_distill.features.heads import heads_of
 from spmd_distill.features.layer_maps import Pairs, Uniform
 from spmd_distill.mappers import AbstractMapper
 from spmd_distill.models import Model, Shard
-from spmd_distill.models.heads import head_plan
 from spmd_distill.models.taps import Tap, Wanted
 from spmd_distill.sharding import REPLICATED
 from spmd_distill.types import Batch, Params
@@ -27,10 +26,8 @@ from spmd_distill.types import Batch, Params
 TOKENS = 1024
 """So many tokens are compared at most: the Gram matrix of a layer has this number squared."""
 
-OF_HEADS = {"attention_heads": "queries", "queries": "queries", "keys": "key_values", "values": "key_values"}
-"""Tap points of heads, and the table of a `HeadPlan` that says which a shard has."""
-CUT = (*OF_HEADS, "mlp_neurons")
-"""Tap points where shards of ``model`` hold different channels."""
+OF_HEADS = ("attention_heads", "queries", "keys", "values")
+"""Tap points where shards of ``model`` hold different heads."""
 
 
 def layer_similarity(
@@ -56,12 +53,13 @@ def layer_similarity(
 
     def grams(model: Model, places: jax.Array) -> Wanted:
         def of(tap: str, x: jax.Array) -> jax.Array:  # [B, L, ...] -> [tokens, tokens]
-            x = _own_heads(tap, x, model.config, shard.tensor_parallel).reshape(*x.shape[:2], -1)
-            x = jnp.take_along_axis(wide(x), places[:, :, None], 1)
-            if tap in CUT:
-                x = jnp.concatenate(list(gather_stacked(x, "model")), -1)
-            rows = gather_stacked(x, layout.batch_axes).reshape(-1, x.shape[-1])
-            return same_on(_gram(rows[order]), axes)
+            x = jnp.take_along_axis(x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), 1)
+            if tap in OF_HEADS:
+                x = heads_of(tap, model.config).gathered(x)
+            elif tap == "mlp_neurons":
+                x = all_gather(x, "model", dim=2)
+            rows = gather_stacked(x, layout.batch_axes).reshape(places.size * axis_size(layout.batch_axes), -1)
+            return same_on(gram(rows[order]), axes)
 
         return {tap: Tap(lambda x, tap=tap: of(tap, x)) for tap in taps}
 
@@ -111,33 +109,6 @@ def _chosen(valid: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
         columns = np.flatnonzero(valid[row])
         places[row, :count] = columns[np.linspace(0, len(columns) - 1, count).astype(int)]
     return places, np.flatnonzero(np.arange(places.shape[1]) < counts[:, None])
-
-
-def _own_heads(tap: str, x: jax.Array, config: Any, shards: int) -> jax.Array:
-    """Heads ``[B, L, local heads, C]`` of which no other shard has the same: a repeated one counts on its first.
-
-    An empty place may have computed something, which nobody uses.
-    """
-    if tap not in OF_HEADS:
-        return x
-    table = np.asarray(getattr(head_plan(config.heads, config.kv_heads, shards), OF_HEADS[tap]))
-    first = np.zeros(table.size, bool)
-    first[np.unique(table, return_index=True)[1]] = True
-    count = config.heads if OF_HEADS[tap] == "queries" else config.kv_heads
-    mine = jnp.asarray(first.reshape(table.shape) & (table < count))[axis_index("model")]
-    return jnp.where(mine[:, None], x, 0)
-
-
-def _gram(x: jax.Array) -> jax.Array:
-    """Of features ``[tokens, channels]``, centred: ``[tokens, tokens]``, its trace 1; zeros where they do not vary."""
-    x = x / jnp.maximum(jnp.max(jnp.abs(x)), jnp.finfo(x.dtype).tiny)
-    size = jnp.sum(jnp.square(x))
-    for _ in range(2):  # the second mean takes what rounding left of the first
-        x = x - jnp.mean(x, 0)
-    trace = jnp.sum(jnp.square(x))
-    varies = trace > size * jnp.finfo(x.dtype).eps ** 2
-    gram = jnp.dot(x, x.T, precision=jax.lax.Precision.HIGHEST)
-    return jnp.where(varies, gram, 0) / jnp.where(varies, trace, 1)
 
 
 def _cka(ours: jax.Array, theirs: jax.Array) -> jax.Array:
