@@ -55,7 +55,7 @@ class Setup:
 
     def objective_for(self, student: int, teacher: int) -> Objective:
         """The objective for models of fewer layers, whose terms inside the network look at as many pairs, or at all."""
-        compared = () if self.run.inside is None else self.run.inside.compared
+        compared = self.run.inside.compared
         return with_pairs(
             self.run.objective, {c.label: evenly_paired(len(c.pairs), student, teacher) for c in compared}
         )

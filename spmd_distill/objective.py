@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -126,15 +127,13 @@ class Objective:
         """The terms inside the network, by label."""
         return {label: t for label, t in zip(self.labels, self.terms, strict=True) if isinstance(t, FeatureTerm)}
 
-    def inside(self, student: Any, teacher: Any) -> Inside | None:
-        """The losses inside the network between two models of these `DecoderConfig`s; None where there are none.
+    def inside(self, student: Any, teacher: Any) -> Inside:
+        """The losses inside the network between two models of these `DecoderConfig`s; there may be none.
 
         Raises `UserError` where one cannot be had of these models, or one of them is none of ours.
         """
-        if not self.features:
-            return None
         for model, config in (("student", student), ("teacher", teacher)):
-            if config is None:
+            if self.features and config is None:
                 raise UserError(
                     f"The objective has a term inside the network ({next(iter(self.features))}), and the {model} is no "
                     f"model of ours: nobody can look inside. Take a decoder of this library, or leave the term out."
@@ -175,7 +174,7 @@ class Objective:
         vocab_axes: tuple[str, ...] = ("model",),
         key: jax.Array | None = None,
         scale: jax.Array | None = None,
-        inside: Mapping[str, jax.Array] | None = None,
+        inside: Mapping[str, jax.Array] = MappingProxyType({}),
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """This shard's share of the loss (its sum over valid tokens / ``count``) and the sums behind the metrics.
 
@@ -217,7 +216,7 @@ class Objective:
         loss, sums = out.loss, dict(out.sums)
         for label, term in self.features.items():
             weight = _at(term.weight, step, dtype) / jnp.maximum(count, 1).astype(dtype)
-            value = (inside or {})[label].astype(dtype)
+            value = inside[label].astype(dtype)
             loss = loss + value * (weight if scale is None else weight * scale.astype(dtype))
             sums[label] = jax.lax.stop_gradient(value)
         total = jax.lax.stop_gradient(loss) * jnp.maximum(count, 1)

@@ -41,7 +41,7 @@ def pair_layers(setup: Setup, rows: AbstractRows, folder: RunFolder, going_on: b
 
     Raises `UserError` where a run that goes on has lost them. All processes of a run call it together.
     """
-    if setup.run.inside is None:
+    if not setup.run.inside.compared:
         return setup
     wanted = unmatched(setup.run.objective)
     known = all_or_none(lambda: _known(folder, wanted), first_only=True) if going_on else None
@@ -101,8 +101,8 @@ def _asked(taps: tuple[str, ...], count: int | None) -> dict[str, Any]:
 
 
 def _given(setup: Setup) -> dict[str, dict[str, Any]]:
-    inside: Any = setup.run.inside
-    return {c.label: {"taps": c.loss.taps, "layers": "given", "pairs": c.pairs} for c in inside.compared}
+    compared = setup.run.inside.compared
+    return {c.label: {"taps": c.loss.taps, "layers": "given", "pairs": c.pairs} for c in compared}
 
 
 def _similarity(setup: Setup, rows: AbstractRows, taps: list[str]) -> dict[str, np.ndarray]:

@@ -50,7 +50,7 @@ class Distillation:
         return Shard(self.mapper.layout, jnp.dtype(self.compute_dtype))
 
     @functools.cached_property
-    def inside(self) -> Inside | None:
+    def inside(self) -> Inside:
         """The losses inside the network between the two models. Raises `UserError` where these have none such."""
         student, teacher = (_config_of(m) for m in (self.student, self.teacher.model))
         return self.objective.inside(student, teacher)
@@ -58,7 +58,7 @@ class Distillation:
     @functools.cached_property
     def trained(self) -> Trained:
         """What a state's parameters are: the student's, and those of losses inside the network."""
-        return Trained(self.student, None if self.inside is None else self.inside.parameters)
+        return Trained(self.student, self.inside.parameters)
 
     # -- shard bodies ---------------------------------------------------------------------------------------------
 
@@ -117,9 +117,9 @@ class Distillation:
         scale: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         inside, (params, own) = self.inside, self.trained.parted(params)
-        targets, theirs = self.teacher.targets(teacher_params, batch, shard, inside.teacher_taps if inside else {})
-        student, mine = self.student.apply_tapped(params, batch, shard, inside.student_taps if inside else {}, key)
-        sums = inside(mine, theirs, Tokens(batch.segments, batch.mask, shard), own) if inside else {}
+        targets, theirs = self.teacher.targets(teacher_params, batch, shard, inside.teacher_taps)
+        student, mine = self.student.apply_tapped(params, batch, shard, inside.student_taps, key)
+        sums = inside(mine, theirs, Tokens(batch.segments, batch.mask, shard), own)
         axes = {"batch_axes": shard.layout.batch_axes, "vocab_axes": shard.layout.vocab_axes}
         return self.objective(
             self.head, student, targets, batch, step, count, agreement=True, key=key, scale=scale, inside=sums, **axes

@@ -11,6 +11,7 @@ folders, which the next run removes. A folder of a step without a manifest (a ha
 that another program wrote) is not a finished step: it is never restored here, and the log says so.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ import orbax.checkpoint as ocp
 
 from spmd_distill.checkpoint import manifest
 from spmd_distill.checkpoint.fitting import cannot_write, check_fit, gone, is_of_the_disk
+from spmd_distill.checkpoint.held import HeldFolder
 from spmd_distill.checkpoint.keeping import Keeping, Mark
 from spmd_distill.checkpoint.reading import TEMPORARY, finished_steps, leftovers, read_mark, steps_there
 from spmd_distill.errors import UserError
@@ -100,7 +102,7 @@ class Checkpoints:
         handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         self._keeping.best = self._best_until(None)
-        self._inode = self._found()
+        self._held = HeldFolder(self.folder)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -141,8 +143,7 @@ class Checkpoints:
         if step == self._base:
             self._mark_again(step, mark)
             return
-        if jax.process_index() == 0 and not self.folder.is_dir():
-            raise gone(self.folder)  # orbax would make it anew, without the rest of the run
+        self._check_there()
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             meta=ocp.args.JsonSave(json.loads(json.dumps(dict(meta)))),  # orbax encodes it later, in its thread
@@ -187,14 +188,22 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:
             self._give_up(error)
-        self._saving = None
+        if self._saving is not None:
+            self._saving = None
+            self._check_there()  # the step may be in a folder that orbax has made anew
 
     def close(self) -> None:
         """Wait, then end orbax's threads. Raises as `wait` does; the threads are ended either way."""
         try:
             self.wait()
-        finally:
+        except BaseException:
+            with contextlib.suppress(Exception):  # what failed, once more, in orbax's words
+                self._manager.close()
+            raise
+        else:
             self._manager.close()
+        finally:
+            self._held.release()
 
     def verify(self, step: int) -> str | None:
         """Hash every file of a step against its manifest, several files at a time, on threads of its own.
@@ -274,33 +283,32 @@ class Checkpoints:
     def _finalise(self) -> None:
         """Called by orbax on process 0, in its saving thread: the data is complete, the rename comes next."""
         assert self._saving is not None
+        self._check_there()
         (temporary,) = self.folder.glob(f"{self._saving.step}{TEMPORARY}*")
         if self._saving.mark is not None:
             self._saving.mark.write(temporary)
         manifest.write_manifest(temporary)
 
-    def _found(self) -> int | None:
-        """What tells the folder from another one at its place; None: there is none."""
-        try:
-            return self.folder.stat().st_ino
-        except OSError:
-            return None
+    def _check_there(self) -> None:
+        """Raise `UserError` where the folder was taken away; orbax would make it anew, without the rest of the run."""
+        if jax.process_index() == 0 and not self._held.there:
+            raise gone(self.folder)
 
     def _give_up(self, error: Exception) -> None:
         """After a failed save: forget the step, clear its leftover, and say whose mistake it was."""
-        taken = self._found() != self._inode  # a save that is under way makes a folder that is gone anew
-        if self._saving is not None:
-            step, self._base, self._keeping.best = self._saving.step, self._saving.base, self._saving.best
-            self._saving = None
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            self._base, self._keeping.best = saving.base, saving.best
+        if not self._held.there:
+            raise gone(self.folder) from error
+        if saving is not None:
             if jax.process_index() == 0:
-                for leftover in self.folder.glob(f"{step}{TEMPORARY}*"):
+                for leftover in self.folder.glob(f"{saving.step}{TEMPORARY}*"):
                     shutil.rmtree(leftover, ignore_errors=True)
             self._manager.reload()  # orbax has already struck out the old steps that it did not delete
-        if not taken and is_of_the_disk(error):
+        if is_of_the_disk(error):
             raise cannot_write(self.folder, error, kept=self.steps()) from error
-        if (
-            taken or "does not exist" in str(error) or "NOT_FOUND" in str(error)
-        ):  # how orbax and tensorstore say it at places
+        if "does not exist" in str(error) or "NOT_FOUND" in str(error):  # how orbax and tensorstore say it at places
             raise gone(self.folder) from error
         raise error
 

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -339,6 +340,36 @@ def test_a_folder_that_a_save_made_anew_is_gone_all_the_same(tmp_path, monkeypat
         checkpoints.wait()
     checkpoints.close()
     assert Checkpoints(tmp_path / "away", read_only=True).steps() == [1]
+
+
+@pytest.mark.parametrize("when", ["before the save", "while it is made", "after it"])
+def test_a_save_into_a_folder_that_was_made_anew_is_none(tmp_path, monkeypatch, when):
+    folder, write, finalise = tmp_path / "checkpoints", manifest.write_manifest, Checkpoints._finalise
+
+    def take_away():
+        folder.rename(tmp_path / "away")
+        shutil.copytree(tmp_path / "away", folder)
+
+    def take_away_first(self):
+        if self._saving.step == 2:
+            take_away()
+        finalise(self)
+
+    if when == "while it is made":
+        monkeypatch.setattr(Checkpoints, "_finalise", take_away_first)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, state_at(1), {})
+    checkpoints.wait()
+    if when == "before the save":
+        take_away()
+    if when == "after it":
+        monkeypatch.setattr(manifest, "write_manifest", lambda step: [write(step), take_away()])
+    with pytest.raises(UserError, match="checkpoints: is gone, so nothing can be saved"):
+        checkpoints.save(2, state_at(2), {})
+        checkpoints.wait()
+    checkpoints.close()
+    if when != "after it":
+        assert Checkpoints(folder, read_only=True).steps() == [1]  # none without all of its files gets a manifest
 
 
 def test_folders_that_cannot_be_used(tmp_path):

@@ -1,7 +1,6 @@
 """A disk that fails in mid-run: one sentence, exit code 2, no finished step lost, and the run goes on bit for bit."""
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -18,11 +17,10 @@ from spmd_distill.checkpoint import Checkpoints, manifest
 from spmd_distill.config import to_dict
 from spmd_distill.metrics import CLOCKED, read_metrics
 
-MAIN = cli.main
 FLAGS = ("--mesh", "single", "--steps", "6", "--checkpoint.every", "2", "--eval.every", "6", "--eval.prompts", "[]")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In a process of its own, which trains in several folders, one failure after another: a save that fails leaves threads
+# What happens, in a process of its own: a save that fails leaves threads
 
 
 def full(run: Path, patch: pytest.MonkeyPatch) -> Callable[[], object]:
@@ -80,43 +78,32 @@ FAILURES = {
     "checkpoints_gone": "is gone, so nothing can be saved",
 }
 FULL = ("full_to_the_last_byte",)
+GONE_WHILE_SAVING = "run_gone_while_saving"
 
 
-def fail(home: Path, name: str, wait: bool = True) -> int:
-    """Train in ``home/NAME/run``, where something happens before step 4 is saved; the exit code.
+def fail(home: str, name: str) -> None:
+    """The whole command, which trains in ``home/NAME/run``, where something happens before step 4 is saved.
 
-    Without ``wait``, it happens while step 2 is being saved.
+    Or while step 2 is being saved, if the name says so.
     """
-    run = home / name / "run"
-    run.parent.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        save, strike = Checkpoints.save, globals()[name.removesuffix("_while_saving")](run, patch)
-
-        def struck(self, step, *rest, **named):
-            saved = None
-            if step == 4:
-                self.wait()
-                strike()
-            saved = save(self, step, *rest, **named)
-            if step == 2 and not wait:
-                strike()
-            return saved
-
-        patch.setattr(Checkpoints, "save", struck)
-        return MAIN(["train", str(home / "run.yaml"), "--run", str(run)])
-
-
-def fail_all(home: str, *names: str) -> None:
-    """Every failure, each told in a line; the last as the whole command, which must come to its end."""
     from spmd_distill.runtime import prepare_jax
 
     prepare_jax(8, fast_compile=True)
-    lighten(pytest.MonkeyPatch())
-    for name in names:
-        print(f"\n-- {name}", file=sys.stderr, flush=True)
-        print(json.dumps([name, fail(Path(home), name)]), flush=True)
-    print("\n-- run_gone_while_saving", file=sys.stderr, flush=True)
-    cli.main = lambda: fail(Path(home), "run_gone_while_saving", wait=False)
+    patch, run = pytest.MonkeyPatch(), Path(home) / name / "run"
+    lighten(patch)
+    run.parent.mkdir(exist_ok=True)
+    save, strike = Checkpoints.save, globals()[name.removesuffix("_while_saving")](run, patch)
+
+    def struck(self, step, *rest, **named):
+        if step == 4 and name != GONE_WHILE_SAVING:
+            self.wait()
+            strike()
+        save(self, step, *rest, **named)
+        if step == 2 and name == GONE_WHILE_SAVING:
+            strike()
+
+    patch.setattr(Checkpoints, "save", struck)
+    sys.argv = ["spmd-distill", "train", f"{home}/run.yaml", "--run", str(run)]
     cli.command()
 
 
@@ -142,18 +129,19 @@ def home(light, tmp_path_factory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def failed(home) -> tuple[dict[str, int], dict[str, str], int]:
-    """Of each failure, the exit code and what was said; and how the process ended."""
+def failed(home) -> Callable[[str], tuple[int, str]]:
+    """A failure to be had by its name: the exit code of the command, and what it said."""
     here = Path(__file__)
-    names = [*FAILURES, *(name for name in FULL if (home / name).exists())]
-    call = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem} as this; this.fail_all(*"
-    call += f"{[str(home), *names]!r})"
     cache = {"JAX_COMPILATION_CACHE_DIR": str(home / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
     given = {**os.environ, **cache}
-    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=400, env=given)
-    codes = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-    parts = [part.partition("\n") for part in done.stderr.split("\n-- ")[1:]]
-    return codes, {name: " ".join(said.split()) for name, _, said in parts}, done.returncode
+
+    def train(name: str) -> tuple[int, str]:
+        call = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem} as this; "
+        call += f"this.fail({str(home)!r}, {name!r})"
+        done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=400, env=given)
+        return done.returncode, " ".join(done.stderr.split())
+
+    return train
 
 
 @pytest.fixture(scope="module")
@@ -167,14 +155,15 @@ def expected(home) -> Path:
 
 @pytest.mark.parametrize("name", [*FAILURES, *FULL])
 def test_the_run_ends_with_a_sentence_and_goes_on_bit_for_bit(home, failed, expected, name):
-    codes, said, _ = failed
-    if name not in codes:
+    if name in FULL and not (home / name).exists():
         pytest.skip("this user may not mount a file system")
+    code, said = failed(name)
     run = home / name / "run"
-    assert codes[name] == 2
-    assert said[name].count("spmd-distill: error: ") == 1
-    error = said[name].partition("spmd-distill: error: ")[2]
+    assert code == 2, said
+    assert said.count("spmd-distill: error: ") == 1
+    error = said.partition("spmd-distill: error: ")[2]
     assert FAILURES.get(name, "Step 2 is saved. Go on with: ") in error and str(run) in error
+    assert "Traceback" not in said and "never awaited" not in said
     mend(run)
     goes_on(run, expected)
 
@@ -212,7 +201,7 @@ def trace(run: Path) -> list[tuple]:
 
 
 def test_a_folder_that_vanishes_while_it_is_saved_to_is_no_hang_and_no_traceback(failed):
-    _, said, code = failed
-    assert code == 2
-    assert "Traceback" not in said["run_gone_while_saving"] and "never awaited" not in said["run_gone_while_saving"]
-    assert said["run_gone_while_saving"].count("spmd-distill: error: ") == 1
+    code, said = failed(GONE_WHILE_SAVING)
+    assert code == 2, said
+    assert "Traceback" not in said and "never awaited" not in said
+    assert said.count("spmd-distill: error: ") == 1
