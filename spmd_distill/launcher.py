@@ -25,7 +25,7 @@ COMMAND = "spmd-distill: "
 """How the line begins that a command ends with where it is not done."""
 MISTAKE = f"{COMMAND}error: "
 _CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to")
-_POLL, _GRACE = 0.05, 1.0
+_POLL, _GRACE = 0.05, 2.0
 _LONGEST_PAUSE = 60.0
 
 
@@ -116,12 +116,11 @@ class Launcher:
         """Wait until all have ended well (None), or one has not (its number); the others then have a moment."""
         while True:
             codes = [child.poll() for child in self._children]
-            bad = [i for i, code in enumerate(codes) if code not in (None, 0)]
-            if bad:
+            if any(codes):
                 deadline = time.monotonic() + _GRACE
                 while time.monotonic() < deadline and any(child.poll() is None for child in self._children):
                     time.sleep(_POLL)
-                return bad[0]
+                return min(range(len(codes)), key=lambda i: (_likely(self._children[i].poll()), not codes[i]))
             if None not in codes:
                 return None
             time.sleep(_POLL)
@@ -202,6 +201,16 @@ def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.platform != "linux":
         threading.Thread(target=_watch, args=(launcher,), daemon=True).start()
+
+
+def _likely(code: int | None) -> int:
+    """How likely a process with this exit code is the one that failed first; 0: most.
+
+    What is killed may take longer to end than the others need to find it gone: they fail, or JAX aborts them.
+    """
+    if code is None or code == 0:
+        return 3
+    return 2 if code == -signal.SIGABRT else 1 if code > 0 else 0
 
 
 def free_port() -> int:

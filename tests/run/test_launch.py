@@ -72,6 +72,22 @@ print("done")
     assert sorted(said[1:]) == ["[0] done", "[1] done", "[2] done"]
 
 
+@pytest.mark.parametrize("others", ["sys.exit(1)", "os.abort()"])
+def test_who_was_killed_is_named_and_not_who_found_it_gone(others, tmp_path):
+    program = f"""
+folder = Path(sys.argv[1])
+(folder / str(me)).touch()
+while len(list(folder.iterdir())) < 3:
+    time.sleep(0.01)
+if me == 1:
+    time.sleep(0.2)  # the others are seen first
+    os.kill(os.getpid(), signal.SIGKILL)
+{others}
+"""
+    code, said, _ = launch(program, arguments=(str(tmp_path),), restarts=0)
+    assert (code, said) == (137, ["launch: process 1 was killed by SIGKILL; given up after 0 restart(s)"])
+
+
 def test_a_mistake_is_said_once_and_not_repeated():
     code, said, starts = launch("print('spmd-distill: error: no such file', file=sys.stderr); os._exit(2)")
     assert (code, said, starts) == (2, ["spmd-distill: error: no such file"], 1)
