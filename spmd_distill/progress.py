@@ -122,6 +122,8 @@ class TrainProgress:
             self._stages.append(spinner)
         done = False
         try:
+            if self._live is not None:
+                self._live.refresh()  # its own thread may get no turn while this one compiles
             yield
             done = True
         finally:
