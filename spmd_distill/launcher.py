@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
@@ -53,13 +53,15 @@ class Launcher:
         self._lock = threading.Lock()
         self._children: list[subprocess.Popen[bytes]] = []
         self._said: set[str] = set()
-        self._stopping = 0
+        self._starting = False
+        self._stopping, self._asked = 0, 0
 
     def run(self, command: Callable[[], Sequence[str]]) -> int:
         """Start the group, again where it fails, until it ends well; return the exit code.
 
         ``command`` is asked before each start: the arguments of ``spmd-distill``. SIGINT and SIGTERM are handed on to
-        all processes, which save and end; a second one kills them.
+        all processes, which save and end; a second one kills them. One that comes while they are being started kills
+        those that are there: they have done nothing yet.
         """
         before = {n: signal.signal(n, self._hand_on) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -84,26 +86,32 @@ class Launcher:
 
     def _once(self, arguments: Sequence[str]) -> tuple[int, str]:
         """One life of the group: its exit code, and what happened, in words."""
-        port = free_port()
-        relays = []
-        for number in range(self.group.processes):
-            child = subprocess.Popen(
-                [*self.group.program, *arguments],
-                env=environment(self.group, number, port, os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # the terminal's Ctrl-C reaches the launcher alone, which hands it on
-            )
-            self._children.append(child)
-            relays.append(threading.Thread(target=self._relay, args=(number, child.stdout), daemon=True))
-            relays[-1].start()
-        failed = self._wait()
-        self._kill()
+        self._starting, relays = True, []
+        with held_port() as port:
+            for number in range(self.group.processes):
+                if self._stopping:
+                    break
+                child = subprocess.Popen(
+                    [*self.group.program, *arguments],
+                    env=environment(self.group, number, port, os.environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # the terminal's Ctrl-C reaches the launcher alone, which hands it on
+                )
+                self._children.append(child)
+                relays.append(threading.Thread(target=self._relay, args=(number, child.stdout), daemon=True))
+                relays[-1].start()
+            self._starting = False
+            begun = not self._stopping
+            failed = self._wait() if begun else None
+            self._kill()
         for relay in relays:
             relay.join(timeout=5)  # a grandchild may hold the pipe
         codes = [child.returncode for child in self._children]
         self._children = []
+        if not begun:
+            return 128 + self._asked, "stopped before it had begun"
         if failed is None:
             return 0, "all processes ended"
         if USER_MISTAKE in codes:
@@ -144,9 +152,9 @@ class Launcher:
                 self._write(f"[{number}] {text}")
 
     def _hand_on(self, number: int, _: FrameType | None) -> None:
-        self._stopping += 1
+        self._stopping, self._asked = self._stopping + 1, self._asked or number
         for child in self._children:
-            if child.poll() is None:
+            if not self._starting and child.poll() is None:
                 child.send_signal(number if self._stopping == 1 else signal.SIGKILL)
 
     def _kill(self) -> None:
@@ -213,11 +221,22 @@ def _likely(code: int | None) -> int:
     return 2 if code == -signal.SIGABRT else 1 if code > 0 else 0
 
 
-def free_port() -> int:
-    """A port that nothing listens at just now."""
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port that the system gives to no other program meanwhile; whoever is told of it can listen there.
+
+    Bound and not listened at: with SO_REUSEADDR at both ends, Linux lets another process listen. Where a system does
+    not, the port is let go of, and is free in all likelihood.
+    """
     with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+        port = one.getsockname()[1]
+        try:
+            socket.create_server(("", port)).close()
+        except OSError:
+            one.close()
+        yield port
 
 
 def _watch(launcher: int) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from spmd_distill import launcher
 from spmd_distill.cli import main
-from spmd_distill.launcher import Group, Launcher, environment
+from spmd_distill.launcher import Group, Launcher, environment, held_port
 
 HEAD = "import os, signal, sys, time; from pathlib import Path; me = int(os.environ['SPMD_DISTILL_PROCESS_ID'])\n"
 
@@ -46,7 +48,8 @@ def test_all_that_is_said_comes_with_its_number():
         ("os.kill(os.getpid(), 9)", 137, "process 1 was killed by SIGKILL"),
     ],
 )
-def test_it_gives_up_after_its_restarts(how, code, words):
+def test_it_gives_up_after_its_restarts(how, code, words, monkeypatch):
+    monkeypatch.setattr(launcher, "_GRACE", 0.1)  # the others sleep
     found, said, starts = launch(f"{how} if me == 1 else time.sleep(60)")
     assert (found, starts) == (code, 3)
     assert said[0] == f"launch: {words}; all are killed, restart 1 of 2 in 0.01 s"
@@ -73,7 +76,8 @@ print("done")
 
 
 @pytest.mark.parametrize("others", ["sys.exit(1)", "os.abort()"])
-def test_who_was_killed_is_named_and_not_who_found_it_gone(others, tmp_path):
+def test_who_was_killed_is_named_and_not_who_found_it_gone(others, tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher, "_GRACE", 60.0)  # all end by themselves, however slow this machine is
     program = f"""
 folder = Path(sys.argv[1])
 (folder / str(me)).touch()
@@ -110,18 +114,58 @@ time.sleep(60)
 
 
 def test_a_second_signal_kills(tmp_path):
-    program = "signal.signal(15, signal.SIG_IGN); (Path(sys.argv[1]) / str(me)).touch(); time.sleep(60)"
+    program = """
+me = Path(sys.argv[1]) / str(me)
+signal.signal(15, lambda *_: me.with_suffix(".told").touch())
+me.touch()
+while True:
+    time.sleep(60)
+"""
     threading.Thread(target=_signal_once_all_are_there, args=(tmp_path, signal.SIGTERM, 2)).start()
     code, _, starts = launch(program, arguments=(str(tmp_path),))
     assert (code, starts) == (137, 1)
 
 
 def _signal_once_all_are_there(folder: Path, number: int, times: int) -> None:
-    while len(list(folder.iterdir())) < 3:
-        time.sleep(0.01)
-    for _ in range(times):
+    for time_ in range(times):
+        while len(list(folder.iterdir())) < 3 + 3 * time_:  # all have begun; all were told of the first one
+            time.sleep(0.01)
         os.kill(os.getpid(), number)
-        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("started", range(4))
+def test_a_signal_while_the_group_is_started_ends_all(started, number, monkeypatch):
+    """Before the first process, between two, and after the last, before the launcher has noted that it is there."""
+    children = []
+
+    class Signalled(subprocess.Popen):
+        def __init__(self, *args, **named):
+            super().__init__(*args, **named)
+            children.append(self)
+            if len(children) == started:
+                os.kill(os.getpid(), number)
+
+    def command() -> tuple[str, ...]:
+        if started == 0:
+            os.kill(os.getpid(), number)
+        return ()
+
+    monkeypatch.setattr(subprocess, "Popen", Signalled)
+    program = (sys.executable, "-c", "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(30)")
+    code = Launcher(Group(3, 2, 2, program=program), lambda line: None).run(command)
+    assert (code, len(children)) == (128 + number, started)
+    assert [child.returncode for child in children] == [-signal.SIGKILL] * started
+
+
+def test_a_port_that_is_held_is_given_to_nobody_else_and_can_be_listened_at():
+    with held_port() as port:
+        for address in ("", "127.0.0.1"):
+            with socket.create_server((address, port)) as server, socket.create_connection(("127.0.0.1", port)) as one:
+                server.accept()[0].close()
+                one.close()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -135,12 +179,13 @@ def test_nothing_stays_behind_a_launcher_that_is_killed(tmp_path):
         f"Launcher(Group(2, 1, program=(sys.executable, '-c', {program!r}))).run(lambda: [{str(tmp_path)!r}])"
     )
     path = os.pathsep.join(sys.path)
-    launcher = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path})
+    parent = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path})
     while len(list(tmp_path.iterdir())) < 2:
+        assert parent.poll() is None
         time.sleep(0.01)
-    launcher.kill()
-    launcher.wait()
-    deadline = time.monotonic() + 20
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and any(_runs(int(p.name)) for p in tmp_path.iterdir()):
         time.sleep(0.05)
     assert not any(_runs(int(p.name)) for p in tmp_path.iterdir())
