@@ -29,34 +29,57 @@ HELD = """
 import sys, time
 from spmd_distill.checkpoint import manifest
 from spmd_distill.cli import main
-write = manifest.write_manifest
-manifest.write_manifest = lambda folder: (write(folder), time.sleep(30))
-sys.exit(main())
+from spmd_distill.metrics import MetricWriter
+moment, first = sys.argv[1], int(sys.argv[2])
+write_manifest, write = manifest.write_manifest, MetricWriter.write
+
+def pause(now, step):
+    time.sleep(600 if now == moment and step >= first else 0)
+
+def held_write_manifest(folder):
+    pause("save", int(folder.name.split(".")[0]))
+    write_manifest(folder)
+    pause("commit", int(folder.name.split(".")[0]))
+
+def held_write(self, step, values, split):
+    write(self, step, values, split)
+    pause(split, step)
+
+manifest.write_manifest, MetricWriter.write = held_write_manifest, held_write
+sys.exit(main(sys.argv[3:]))
 """
-"""The command, with a pause where a checkpoint has its manifest and not yet its name: a millisecond, without it."""
+"""The command, with a pause at a moment ("train", "save", "commit") of a step or a later one. A checkpoint has its
+manifest and not yet its name for a millisecond, without it."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """What a process is killed at, the first time that it comes at ``step`` or later, and how long after that."""
+    """What a process is killed at, the first time that it comes at ``step`` or later, and how long after that.
+
+    ``held``: it waits there to be killed, so that no machine is too busy to meet the moment.
+    """
 
     moment: str
     step: int
-    delay: float
+    delay: float = 0.0
+    held: bool = False
 
 
 class Session:
     """A process that trains, as it is seen from outside."""
 
-    def __init__(self, settings: Path, run: Path, held: bool):
-        """Start it; ``held``: with a pause between manifest and rename."""
+    def __init__(self, settings: Path, run: Path, kill: Kill | None):
+        """Start it, to be killed like this."""
         self.run, self.log = run, settings.with_suffix(".log")
         self.committed_before = self.committed()
+        self.kill_at = 0 if kill is None else max(kill.step, self.committed_before + 1)
+        held = kill is not None and (kill.held or kill.moment == "commit")
+        program = ["-c", HELD, kill.moment, str(self.kill_at)] if held else ["-m", "spmd_distill"]
         self.fresh = not (run / "config.yaml").exists()
         self._resumed_before = len(json_lines(run / "resumed.jsonl"))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *(["-c", HELD] if held else ["-m", "spmd_distill"]), "train", settings, "--resume"],
+                [sys.executable, *program, "train", settings, "--resume"],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -131,7 +154,7 @@ def disturb(settings: Path, run: Path, kills: Sequence[Kill], tell: Callable[...
     for number, kill in enumerate([*kills, None], 1):
         if kill is not None and kill.moment == "restore" and not any(run.glob("checkpoints/*/manifest.json")):
             kill = replace(kill, moment="compile")  # there is nothing to restore yet
-        session = Session(settings, run, held=kill is not None and kill.moment == "commit")
+        session = Session(settings, run, kill)
         code = _end(session, kill)
         log, at, before = "\n".join(session.said()), session.went_on_at(), session.committed_before
         if code != (0 if kill is None else -signal.SIGKILL):
@@ -153,8 +176,7 @@ def _end(session: Session, kill: Kill | None) -> int:
     """Wait for the moment and kill; the exit code."""
     deadline = time.monotonic() + 900
     if kill is not None:
-        step = max(kill.step, session.committed_before + 1)
-        while session.process.poll() is None and not MOMENTS[kill.moment][1](session, step):
+        while session.process.poll() is None and not MOMENTS[kill.moment][1](session, session.kill_at):
             time.sleep(0.001)
             if time.monotonic() > deadline:
                 break

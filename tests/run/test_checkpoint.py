@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -240,7 +241,7 @@ def in_a_process(function, *args):
     here = Path(__file__)
     call = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem} as this; "
     call += f"this.{function.__name__}(*{[str(a) for a in args]!r})"
-    return subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=600)
 
 
 def save_and_die(folder, moment):
@@ -249,6 +250,8 @@ def save_and_die(folder, moment):
     checkpoints.wait()
     if moment == "when all the data is written":
         manifest.write_manifest = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        manifest.write_manifest = lambda _: threading.Event().wait()  # else it may be committed before the kill comes
     checkpoints.save(2, state_at(2), {})
     if moment == "as soon as save returns":
         os.kill(os.getpid(), signal.SIGKILL)

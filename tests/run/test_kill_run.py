@@ -10,7 +10,7 @@ from kill_compare import differences, sums
 from kill_run import EVERY_EVAL, MOMENTS, Kill, disturb, plan, settings
 
 STEPS = 12
-KILLS = (Kill("train", 7, 0.0), Kill("save", 8, 0.0), Kill("commit", 8, 0.0))
+KILLS = tuple(Kill(moment, step, held=True) for moment, step in (("train", 7), ("save", 8), ("commit", 8)))
 
 
 @pytest.fixture(scope="module")
