@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -22,6 +23,9 @@ import yaml
 from spmd_distill.errors import UserError
 
 __all__ = ["RunFolder", "environment", "versions"]
+
+_TRIES = 20
+"""How often the lock of a folder is asked for within a second."""
 
 _DISTRIBUTIONS = {
     "jax": "jax",
@@ -53,8 +57,10 @@ class RunFolder:
         return f"RunFolder({str(self.path)!r})"
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str]) -> "RunFolder":
-        """Make the folder of a new run, and prove that it can be written. One that exists must be empty.
+    def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> "RunFolder":
+        """Make the folder of a new run, with its settings. One that exists must be empty.
+
+        Of several processes that create it at once, one does, and the others find it taken.
 
         Raises:
             UserError: there is something in the folder (it stays as it is), it is no folder, it cannot be
@@ -63,14 +69,13 @@ class RunFolder:
         run = cls(path)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            names = sorted(entry.name for entry in run.path.iterdir())
-            for name in [name for name in names if name.startswith((".config.yaml.", ".probe-"))]:
-                (run.path / name).unlink()  # of a start that was killed at once
-                names.remove(name)
-            if not names:
-                probe = run.path / f".probe-{os.getpid()}"
-                probe.write_bytes(b"probe")
-                probe.unlink()
+            with run._held() as mine:
+                names = sorted(entry.name for entry in run.path.iterdir())
+                for name in [name for name in names if mine and name.startswith(".config.yaml.")]:
+                    (run.path / name).unlink()  # of a start that was killed at once
+                    names.remove(name)
+                if not names and mine:
+                    run.write_config(config)
         except (FileExistsError, NotADirectoryError) as error:
             file = next(above for above in (run.path, *run.path.parents) if above.is_file())
             found = f"found a file at {file}, expected a folder; take --run OTHER"
@@ -81,6 +86,8 @@ class RunFolder:
             shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
             fix = "take --run OTHER" + (", or resume the run that is there" if run.config.exists() else "")
             raise UserError(f"run folder {run.path}: expected a new or an empty folder, found {shown}; {fix}")
+        if not mine:
+            raise run._taken()
         return run
 
     def discard_if_nothing_done(self) -> bool:
@@ -107,24 +114,41 @@ class RunFolder:
         Raises:
             UserError: another process holds it.
         """
-        try:
-            handle = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            fix = "wait for it, stop it, or take --run OTHER"
-            raise UserError(f"run folder {self.path}: another process is training in it; {fix}") from None
-        except OSError:
-            pass  # no locks here
-        try:
+        with contextlib.ExitStack() as held:
+            try:
+                mine = held.enter_context(self._held())
+            except OSError as error:
+                raise _cannot_write(self.path, error) from error
+            if not mine:
+                raise self._taken()
             for draft in self.path.glob(".*.tmp"):
                 draft.unlink(missing_ok=True)  # of a write that was killed
             yield
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[bool]:
+        """Hold the lock, or try for a second, in which whoever only looks lets go of it. Yields whether it is held."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            for _ in range(_TRIES):
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(1 / _TRIES)
+                    continue
+                except OSError:
+                    pass  # no locks here
+                mine = True
+                break
+            else:
+                mine = False
+            yield mine
         finally:
             os.close(handle)
+
+    def _taken(self) -> UserError:
+        fix = "wait for it, stop it, or take --run OTHER"
+        return UserError(f"run folder {self.path}: another process is training in it; {fix}")
 
     def in_use(self) -> bool:
         """Whether a process of this machine trains in the folder just now; False where there are no locks.

@@ -50,8 +50,10 @@ def distil(
     if not is_first():
         console = Console(quiet=True)
     progress = TrainProgress(config.steps, console, enabled=is_first())
-    with contextlib.ExitStack() as held, resumable(folder, fresh=not session.resume), stop, progress:
-        all_or_none(lambda: held.enter_context(folder.lock()), first_only=True)
+    with contextlib.ExitStack() as held:
+        all_or_none(lambda: held.enter_context(folder.lock()), first_only=True)  # before anything is taken away again
+        for part in (resumable(folder, fresh=not session.resume), stop, progress):
+            held.enter_context(part)
         if session.changes:
             console.print(changes_table(session.changes))
         session.check()

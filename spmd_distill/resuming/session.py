@@ -36,11 +36,9 @@ class Session:
         """Find or make the folder, and compare the settings; see `spmd_distill.train.distil`."""
         there = from_first("run" if RunFolder(config.run).config.is_file() else "") == "run"
         resume = there if resume == "auto" else bool(resume)
-        opening = RunFolder.open if resume else RunFolder.create
+        opening = RunFolder.open if resume else lambda path: RunFolder.create(path, to_dict(config))
         folder = all_or_none(lambda: opening(config.run), first_only=True) or RunFolder(config.run)
         if not resume:
-            if is_first():
-                folder.write_config(to_dict(config))
             return cls(folder, StopSignal(), config)
         config = recall(folder, config)
         found = tuple(changes(all_or_none(lambda: saved_settings(folder)), config))
