@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd_distill.collectives import shard_index
 from spmd_distill.divergences import AbstractDivergence, AbstractLabelLoss, CrossEntropy, Scheduled, ZLoss, scheduled
 from spmd_distill.errors import UserError
 from spmd_distill.features import AbstractFeatureLoss, AbstractLayerMap, Compared, Explicit, Inside, Uniform
 from spmd_distill.head import FULL, AbstractHead, HeadOutput, Sampled, Support, Term, common_vocabulary
+from spmd_distill.models import keys_of_rows
 from spmd_distill.types import Batch, Unembedded
 
 
@@ -172,7 +172,7 @@ class Objective:
         agreement: bool,
         batch_axes: tuple[str, ...],
         vocab_axes: tuple[str, ...] = ("model",),
-        key: jax.Array | None = None,
+        keys: jax.Array | None = None,
         scale: jax.Array | None = None,
         inside: Mapping[str, jax.Array] = MappingProxyType({}),
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -181,9 +181,9 @@ class Objective:
         ``inside`` are the sums of the terms inside the network, by label (`Inside`).
 
         ``count`` is the GLOBAL number of valid tokens of the optimizer step: adding the shares of all shards and
-        micro-batches gives the mean, whatever the data-parallel width, accumulation, packing or padding. ``key``
-        drives a sampled support; without one it is drawn from the step's number. ``scale`` multiplies the loss (and
-        with it what a head keeps of its gradient), and none of the sums.
+        micro-batches gives the mean, whatever the data-parallel width, accumulation, packing or padding. ``keys``
+        ``[B]`` (`keys_of_rows`) drive a sampled support; without them it is drawn from the step's number. ``scale``
+        multiplies the loss (and with it what a head keeps of its gradient), and none of the sums.
         """
         dtype = jnp.promote_types(student.hidden.dtype, jnp.float32)
         weights, temperatures = self.coefficients(step, dtype)
@@ -209,7 +209,7 @@ class Objective:
             agreement=agreement,
             parameters=self.parameters(step, dtype),
             support=self.support,
-            uniforms=self._uniforms(key, step, mask.shape[0], batch_axes),
+            uniforms=self._uniforms(keys, step, batch.mask.shape, batch_axes),
             vocab_axes=vocab_axes,
             batch_axes=batch_axes,
         )
@@ -223,16 +223,17 @@ class Objective:
         return loss, {"loss": total if scale is None else total / scale.astype(total.dtype), **sums}
 
     def _uniforms(
-        self, key: jax.Array | None, step: jax.Array, tokens: int, batch_axes: tuple[str, ...]
+        self, keys: jax.Array | None, step: jax.Array, shape: tuple[int, ...], batch_axes: tuple[str, ...]
     ) -> jax.Array | None:
-        """Random numbers ``[N, draws]`` for a sampled support, each from its token's place in the global batch."""
+        """Random numbers ``[N, draws]`` for a sampled support, each from its row's key and its column in the row."""
         if not isinstance(self.support, Sampled):
             return None
-        draws = self.support.draws
-        key = jax.random.fold_in(jax.random.key(0), step) if key is None else key
-        numbers = shard_index(batch_axes) * tokens + jnp.arange(tokens)
-        draw = lambda number: jax.random.uniform(jax.random.fold_in(key, number), (draws,))  # noqa: E731
-        return jax.vmap(draw)(numbers)
+        draws, (rows, length) = self.support.draws, shape
+        if keys is None:
+            keys = keys_of_rows(jax.random.fold_in(jax.random.key(0), step), rows, batch_axes)
+        draw = lambda key, column: jax.random.uniform(jax.random.fold_in(key, column), (draws,))  # noqa: E731
+        drawn = jax.vmap(jax.vmap(draw, in_axes=(None, 0)), in_axes=(0, None))(keys, jnp.arange(length))
+        return drawn.reshape(rows * length, draws)
 
 
 @dataclass(frozen=True)

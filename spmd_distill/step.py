@@ -22,7 +22,7 @@ from spmd_distill.distributed import place
 from spmd_distill.features import Inside, Tokens, Trained
 from spmd_distill.head import AbstractHead, FusedHead
 from spmd_distill.mappers import AbstractMapper
-from spmd_distill.models import DecoderConfig, Model, Shard
+from spmd_distill.models import DecoderConfig, Model, Shard, keys_of_rows
 from spmd_distill.models.foreign import AnyModel, ForeignModel
 from spmd_distill.objective import Objective
 from spmd_distill.optimizer import SKIP, Skip, UpdateRule, as_rule, filled, moment_specs, on_host, only, state_specs
@@ -85,10 +85,11 @@ class Distillation:
         params = jax.tree.map(to_varying, params, missing)
         moving, missing = only(trained, params), only(trained, missing)
 
-        def gradient_of(moving: Params, micro: Batch, key: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
-            return self._gradient(self.shard, moving, params, teacher_params, micro, step, count, key, *scale)
+        def gradient_of(moving: Params, micro: Batch, number: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
+            keys = keys_of_rows(key, len(micro.tokens), batch_axes, number)
+            return self._gradient(self.shard, moving, params, teacher_params, micro, step, count, keys, *scale)
 
-        grads, sums = self._over_micro_batches(gradient_of, moving, batch, key)
+        grads, sums = self._over_micro_batches(gradient_of, moving, batch)
         # Added up over micro-batches and shards in this type, never in the type of parameters in fewer bits.
         grads = jax.tree.map(lambda g, axes, p: psum(g.astype(self._summed_in(p)), axes), grads, missing, moving)
         return grads, psum(sums, batch_axes), count
@@ -113,16 +114,16 @@ class Distillation:
         batch: Batch,
         step: Any,
         count: Any,
-        key: Any,
+        keys: Any,
         scale: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         inside, (params, own) = self.inside, self.trained.parted(params)
         targets, theirs = self.teacher.targets(teacher_params, batch, shard, inside.teacher_taps)
-        student, mine = self.student.apply_tapped(params, batch, shard, inside.student_taps, key)
+        student, mine = self.student.apply_tapped(params, batch, shard, inside.student_taps, keys)
         sums = inside(mine, theirs, Tokens(batch.segments, batch.mask, shard), own)
         axes = {"batch_axes": shard.layout.batch_axes, "vocab_axes": shard.layout.vocab_axes}
         return self.objective(
-            self.head, student, targets, batch, step, count, agreement=True, key=key, scale=scale, inside=sums, **axes
+            self.head, student, targets, batch, step, count, agreement=True, keys=keys, scale=scale, inside=sums, **axes
         )
 
     def _over_micro_batches(
@@ -130,24 +131,23 @@ class Distillation:
         gradient_of: Callable[[Params, Batch, jax.Array], Any],
         params: Params,
         batch: Batch,
-        key: jax.Array,
     ) -> tuple[Any, dict[str, jax.Array]]:
-        """Add up ``gradient_of(params, micro-batch, key)``, a gradient and metric sums, over a batch ``[A, B, L]``."""
+        """Add up ``gradient_of(params, micro-batch, its number)``, a gradient and metric sums, over ``[A, B, L]``."""
 
         def add(total: Any, more: Any) -> Any:
             return jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more)
 
         def accumulate(total: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             number, micro = numbered
-            return add(total, gradient_of(params, micro, jax.random.fold_in(key, number))), None
+            return add(total, gradient_of(params, micro, number)), None
 
-        micro_batches, first = batch.tokens.shape[0], jax.tree.map(lambda x: x[0], batch)
-        if micro_batches == 1:
-            return gradient_of(params, first, jax.random.fold_in(key, 0))
-        _, sums = jax.eval_shape(gradient_of, params, first, key)
+        numbers, first = jnp.arange(batch.tokens.shape[0]), jax.tree.map(lambda x: x[0], batch)
+        if len(numbers) == 1:
+            return gradient_of(params, first, numbers[0])
+        _, sums = jax.eval_shape(gradient_of, params, first, numbers[0])
         zero_sums = jax.tree.map(lambda x: vary_like(jnp.zeros(x.shape, x.dtype), batch.mask), sums)
         start = (jax.tree.map(lambda p: jnp.zeros_like(p, self._summed_in(p)), params), zero_sums)
-        total, _ = jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), batch))
+        total, _ = jax.lax.scan(accumulate, start, (numbers, batch))
         return total
 
     def _summed_in(self, x: jax.Array) -> jnp.dtype:
@@ -176,17 +176,17 @@ class Distillation:
         count = jnp.sum(batch.mask, dtype=jnp.int32)
         key = jax.random.fold_in(jax.random.key(seed), step)
 
-        def gradient_of(moving: Params, micro: Batch, key: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
+        def gradient_of(moving: Params, micro: Batch, number: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
             teacher = self._ahead(self.teacher.model, teacher_params, micro, None)
-            where = (teacher, micro, step, count, key, *scale)
+            where, its_key = (teacher, micro, step, count, (key, number), *scale), jax.random.fold_in(key, number)
             if not isinstance(self.student, ForeignModel):
                 return self._inside(filled(moving, params), *where, trained=trained, with_gradient=True)
-            student, pull = jax.vjp(lambda p: self._ahead(self.student, filled(p, params), micro, key), moving)
+            student, pull = jax.vjp(lambda p: self._ahead(self.student, filled(p, params), micro, its_key), moving)
             grads, sums = self._inside(student, *where, with_gradient=True)
             return pull(jax.tree.map(lambda g, x: g.astype(x.dtype), grads, student))[0], sums
 
         moving = only(trained, params)
-        grads, sums = self._over_micro_batches(gradient_of, moving, batch, key)
+        grads, sums = self._over_micro_batches(gradient_of, moving, batch)
         return jax.tree.map(lambda g, p: g.astype(self._summed_in(p)), grads, moving), sums, count
 
     def evaluation(
@@ -209,12 +209,15 @@ class Distillation:
         batch: Batch,
         step: Any,
         count: Any,
-        key: Any,
+        drawn: Any,
         *scale: jax.Array,
         trained: Any = None,
         with_gradient: bool,
     ) -> Any:
-        """Metric sums of rows ``[B, L]`` and, before them, the gradient by ``student``, summed over the batch axes."""
+        """Metric sums of rows ``[B, L]`` and, before them, the gradient by ``student``, summed over the batch axes.
+
+        ``drawn``: the step's key and the number of the micro-batch; None in an evaluation.
+        """
         layout = self.mapper.layout
         if any(isinstance(x, Unembedded) and x.has_logits for x in (student, teacher)):
             # Whoever has the logits of a token has them for all that the token's shard of ``model`` looks at.
@@ -226,19 +229,20 @@ class Distillation:
         )
         missing = self._unsharded_batch_axes(specs[0])
 
-        def body(student: Any, teacher: Any, batch: Batch, step: Any, count: Any, key: Any, *scale: Any) -> Any:
+        def body(student: Any, teacher: Any, batch: Batch, step: Any, count: Any, drawn: Any, *scale: Any) -> Any:
             if not with_gradient:
-                return psum(self._loss(shard, student, teacher, batch, step, count, key)[1], layout.batch_axes)
+                return psum(self._loss(shard, student, teacher, batch, step, count, None)[1], layout.batch_axes)
+            keys = keys_of_rows(drawn[0], len(batch.tokens), layout.batch_axes, drawn[1])
             student = jax.tree.map(to_varying, student, missing)
             moving, summed = only(trained, student), only(trained, missing)
-            grads, sums = self._gradient(shard, moving, student, teacher, batch, step, count, key, *scale)
+            grads, sums = self._gradient(shard, moving, student, teacher, batch, step, count, keys, *scale)
             added = lambda g, axes: psum(g.astype(self._summed_in(g)), axes) if axes else g  # noqa: E731
             return jax.tree.map(added, grads, summed), psum(sums, layout.batch_axes)
 
         whole = (REPLICATED,) * (3 + len(scale))
         out = (only(trained, specs[0]), REPLICATED) if with_gradient else REPLICATED
         return self.mapper.map(body, (*specs, self.batch_specs(0), *whole), out)(
-            student, teacher, batch, step, count, key, *scale
+            student, teacher, batch, step, count, drawn, *scale
         )
 
     # -- programs -------------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ class StudentConfig:
     calibration_rows: int = 8
     """Rows of training text that importance is measured on."""
     dropout: float = 0.0
-    """Part of the activations that training sets to 0, after attention and MLP; the same on every layout."""
+    """Part of the activations that training sets to 0, after attention and MLP; the same on every layout, in
+    any number of micro-batches."""
     attention: Literal["blockwise", "xla", "cudnn"] = "blockwise"
     """As the teacher's."""
     remat: Literal["none", "full", "sums", "dots"] = "dots"

@@ -5,6 +5,7 @@ from types import ModuleType
 from spmd_distill.models import gemma2, gemma3, llama, mistral, olmo2, phi3, qwen2, qwen3
 from spmd_distill.models.base import Model as Model
 from spmd_distill.models.base import Shard as Shard
+from spmd_distill.models.base import keys_of_rows as keys_of_rows
 from spmd_distill.models.config import DecoderConfig as DecoderConfig
 from spmd_distill.models.decoder import decoder as decoder
 from spmd_distill.models.transfer import export_params as export_params

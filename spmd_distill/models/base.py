@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from spmd_distill.collectives import (
     axis_index,
+    axis_size,
     copy_to,
     gather_from,
     gather_param,
@@ -139,13 +140,13 @@ class Model:
 
         return jax.tree.map(one, self.abstract, self.axes, self.specs(layout))
 
-    def apply(self, params: Params, batch: Batch, shard: Shard, dropout_key: jax.Array | None = None) -> Unembedded:
+    def apply(self, params: Params, batch: Batch, shard: Shard, row_keys: jax.Array | None = None) -> Unembedded:
         """Run on one shard's rows ``[B, L]``: hidden states ``[B * L, D]`` and this shard's unembedding rows.
 
-        ``dropout_key`` turns dropout on; the same key gives the same masks on every layout.
+        ``row_keys`` ``[B]`` (`keys_of_rows`) turn dropout on; a row's key gives its masks.
         """
         module: Any = nnx.merge(self._graphdef, params)
-        return module(batch, shard, self.uses(shard.layout), dropout_key)
+        return module(batch, shard, self.uses(shard.layout), row_keys)
 
     def apply_cached(self, params: Params, batch: Batch, shard: Shard, cache: Any) -> tuple[Unembedded, Any]:
         """As `apply` with the tokens that ``cache`` remembers before these; the cache with these comes too.
@@ -157,16 +158,16 @@ class Model:
         return module(batch, shard, self.uses(shard.layout), None, cache)
 
     def apply_tapped(
-        self, params: Params, batch: Batch, shard: Shard, taps: Wanted, dropout_key: jax.Array | None = None
+        self, params: Params, batch: Batch, shard: Shard, taps: Wanted, row_keys: jax.Array | None = None
     ) -> tuple[Unembedded, dict[str, Any]]:
         """As `apply`, and for each of ``taps`` what it makes of the arrays that pass there (see `taps.TAPS`).
 
         What comes back is stacked: ``[layers, ...]``, of all layers or of those that the tap names.
         """
         if not taps:  # nobody looks inside: a model without tap points will do
-            return self.apply(params, batch, shard, dropout_key), {}
+            return self.apply(params, batch, shard, row_keys), {}
         module: Any = nnx.merge(self._graphdef, params)
-        return module(batch, shard, self.uses(shard.layout), dropout_key, taps=taps)
+        return module(batch, shard, self.uses(shard.layout), row_keys, taps=taps)
 
     @property
     def parameter_count(self) -> int:
@@ -183,16 +184,20 @@ def path_name(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
 
 
-def token_keys(key: jax.Array, rows: int, length: int, shard: Shard) -> jax.Array:
-    """A random key for every token ``[rows, length]`` of this shard, from its global row and column only.
+def keys_of_rows(key: jax.Array, rows: int, batch_axes: tuple[str, ...], micro_batch: jax.Array | int = 0) -> jax.Array:
+    """A random key for each of this shard's ``rows`` rows of a micro-batch, from its number among all rows of the step.
 
-    What is drawn from them does not depend on the layout.
+    What is drawn from them depends neither on the layout nor on how a step is cut into micro-batches.
     """
-    first_row = shard_index(shard.layout.batch_axes) * rows
-    first_column = axis_index("model") * length if shard.layout.sequence_sharded else 0
-    fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    row_keys = fold(key, first_row + jnp.arange(rows))
-    return jax.vmap(fold, in_axes=(0, None))(row_keys, first_column + jnp.arange(length))
+    first = (micro_batch * axis_size(batch_axes) + shard_index(batch_axes)) * rows
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, first + jnp.arange(rows))
+
+
+def token_keys(keys: jax.Array, length: int, shard: Shard) -> jax.Array:
+    """A random key for every token ``[rows, length]`` of this shard, from its row's key and its column in the row."""
+    first = axis_index("model") * length if shard.layout.sequence_sharded else 0
+    fold = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None))
+    return fold(keys, first + jnp.arange(length))
 
 
 def dropout_factors(

@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
         batch: Batch,
         shard: Shard,
         uses: Any,
-        dropout_key: jax.Array | None = None,
+        row_keys: jax.Array | None = None,
         cache: Cache | None = None,
         taps: Wanted | None = None,
     ) -> Unembedded | tuple[Unembedded, Any]:
@@ -84,8 +84,8 @@ class Decoder(nnx.Module):
             h = h * jnp.asarray(config.embed_scale, h.dtype)
         rotation_in, window_in = self._places(batch.positions, shard)
         keys = None
-        if dropout_key is not None and config.dropout > 0:
-            keys = token_keys(dropout_key, h.shape[0], h.shape[1], shard)
+        if row_keys is not None and config.dropout > 0:
+            keys = token_keys(row_keys, h.shape[1], shard)
 
         if cache is not None:
             cache = cache.expecting(batch.segments)

@@ -93,9 +93,7 @@ class ForeignModel:
         table = layout.spec(("vocab", None), outputs.unembed.shape, f"{self.name}: unembedding")
         return replace(outputs, hidden=hidden, unembed=table, bias=bias)
 
-    def apply(
-        self, outputs: Unembedded, batch: Batch, shard: Shard, dropout_key: jax.Array | None = None
-    ) -> Unembedded:
+    def apply(self, outputs: Unembedded, batch: Batch, shard: Shard, row_keys: jax.Array | None = None) -> Unembedded:
         """In a shard body: what `forward` returned, cut by `handed`, is there in place of parameters."""
         if not isinstance(outputs, Unembedded):
             raise UserError(
@@ -105,11 +103,11 @@ class ForeignModel:
         return outputs
 
     def apply_tapped(
-        self, outputs: Unembedded, batch: Batch, shard: Shard, taps: Wanted, dropout_key: jax.Array | None = None
+        self, outputs: Unembedded, batch: Batch, shard: Shard, taps: Wanted, row_keys: jax.Array | None = None
     ) -> tuple[Unembedded, dict[str, Any]]:
         """As `apply`: nobody can look inside."""
         assert not taps
-        return self.apply(outputs, batch, shard, dropout_key), {}
+        return self.apply(outputs, batch, shard, row_keys), {}
 
     def _on_shards(
         self, params: Params, batch: Batch, mesh: Any, layout: MeshLayout, key: jax.Array | None

@@ -16,7 +16,7 @@ from spmd_distill.collectives import psum, to_varying
 from spmd_distill.errors import UserError
 from spmd_distill.mappers import make_mapper
 from spmd_distill.models import DecoderConfig, Shard, decoder, export_params, llama, load_params
-from spmd_distill.models.base import dropout_factors, token_keys
+from spmd_distill.models.base import dropout_factors, keys_of_rows, token_keys
 from spmd_distill.models.config import REMAT_POLICIES, VOCAB_MULTIPLE
 from spmd_distill.models.heads import head_plan
 from spmd_distill.models.rope import Rope
@@ -59,7 +59,8 @@ def runner(config: DecoderConfig, layout_name: str):
     shard = Shard(layout, jnp.dtype(config.param_dtype))
 
     def body(params, batch, seed):
-        out = model.apply(params, batch, shard, jax.random.key(seed) if config.dropout else None)
+        keys = keys_of_rows(jax.random.key(seed), len(batch.tokens), layout.batch_axes)
+        out = model.apply(params, batch, shard, keys if config.dropout else None)
         logits = jnp.dot(out.hidden, out.unembed.T)
         return tuple(x.reshape(*batch.tokens.shape, -1) for x in (out.hidden, logits))
 
@@ -227,7 +228,7 @@ def test_positions_count_inside_a_document():
 def test_every_token_layer_and_place_draws_its_own_mask():
     def body(seed):
         shard = Shard(MeshLayout.load("single"), jnp.float64)
-        keys = token_keys(jax.random.key(seed), B, L, shard)
+        keys = token_keys(keys_of_rows(jax.random.key(seed), B, ()), L, shard)
         return jnp.stack([dropout_factors(keys, jnp.int32(n), 2, 0.25, 64, jnp.float64) for n in range(3)])
 
     run = make_mapper("vmap", MeshLayout.load("single")).map(body, (P(),), P())

@@ -16,6 +16,7 @@ from spmd_distill.collectives import psum, to_varying
 from spmd_distill.divergences import Alpha, CrossEntropy, ForwardKL, GeneralizedJSD, SkewKL, ZLoss
 from spmd_distill.head import FusedHead, ReferenceHead, Sampled, TopK
 from spmd_distill.mappers import make_mapper
+from spmd_distill.models import keys_of_rows
 from spmd_distill.objective import Objective, WeightedTerm
 from spmd_distill.types import Batch, LogitTransform, Unembedded
 
@@ -38,15 +39,18 @@ def minimised(
     row, whole = place.spec(("batch",)), place.spec(())
 
     def body(hs, ws, bs, ht, wt, bt, labels, mask, step, key):
-        batch, count = Batch(labels, labels, mask, labels, labels), psum(jnp.sum(mask), place.batch_axes)
+        column = labels[:, None]  # of rows of one token
+        batch, count = Batch(column, column, mask[:, None], column, column), psum(jnp.sum(mask), place.batch_axes)
 
         ws, bs = to_varying((ws, bs), tuple(a for a in place.batch_axes if a not in place.vocab_axes))
 
         def loss(hs):
             student, teacher = Unembedded(hs, ws, transforms[0], bs), Unembedded(ht, wt, transforms[1], bt)
             axes = {"batch_axes": place.batch_axes, "vocab_axes": place.vocab_axes}
-            keys = {} if key is None else {"key": jax.random.wrap_key_data(key)}
-            return objective(head, student, teacher, batch, step, count, agreement=False, **axes, **keys)
+            keys = None
+            if key is not None:
+                keys = keys_of_rows(jax.random.wrap_key_data(key), len(labels), place.batch_axes)
+            return objective(head, student, teacher, batch, step, count, agreement=False, keys=keys, **axes)
 
         (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(hs)
         return psum((value, sums), place.batch_axes), gradient

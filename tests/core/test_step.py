@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from spmd_distill.divergences import ForwardKL
-from spmd_distill.head import FusedHead, ReferenceHead
+from spmd_distill.head import FusedHead, ReferenceHead, Sampled
 from spmd_distill.mappers import make_mapper
 from spmd_distill.models import DecoderConfig, decoder
 from spmd_distill.objective import Objective
@@ -26,6 +26,7 @@ STUDENT = DecoderConfig(
 )
 TEACHER = replace(STUDENT, width=24, heads=6, tied=False)
 MIX = Objective.mix(ForwardKL(), 0.7, 2.0)
+DROPPED, DRAWN = replace(STUDENT, dropout=0.4), Objective.mix(ForwardKL(), 0.7, 2.0, support=Sampled(5))
 
 
 @pytest.fixture
@@ -146,6 +147,30 @@ def test_the_gradient_is_that_of_all_valid_tokens_however_they_are_cut(cut, expe
     assert count == expected[1] == documents().mask.sum()
     close(values, expected[0], 1e-10)
     close(grads, expected[2], 1e-10)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    with jax.enable_x64(True):
+        return program("single", "vmap", student=DROPPED, objective=DRAWN)(micro(documents(), 1))[1:]
+
+
+@pytest.mark.usefixtures("_x64")
+@pytest.mark.parametrize(
+    ("layout", "micro_batches", "mapper"),
+    [
+        ("single", 2, "shard_map"),
+        ("dp2_tp4", 4, "shard_map"),
+        ("dp2_tp4", 2, "pmap"),
+        ("sp2_tp4", 2, "vmap"),
+        ("fsdp8", 1, "shard_map"),
+    ],
+)
+def test_what_a_row_draws_does_not_depend_on_how_a_step_is_cut(layout, micro_batches, mapper, drawn):
+    run = program(layout, mapper, student=DROPPED, objective=DRAWN)
+    _, values, _, grads = run(micro(padded(documents(), 0, 2), micro_batches))
+    close(values, drawn[0], 1e-9)
+    close(grads, drawn[2], 1e-9)
 
 
 @pytest.mark.usefixtures("_x64")

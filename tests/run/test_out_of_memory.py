@@ -28,7 +28,7 @@ EXACT = [x for name in ("compute", "teacher", "student") for x in (f"--precision
 
 
 def run_of(folder: Path, *flags: str) -> RunConfig:
-    cut = ("--data.rows", "16", "--data.micro_batches", "1", "--student.dropout", "0")
+    cut = ("--data.rows", "16", "--data.micro_batches", "1")
     return tiny_run(folder, "--mesh", "dp", *cut, *EXACT, *flags)
 
 
