@@ -1,6 +1,8 @@
 """The cache of tokens: made once, verified, mended, and the same however it was made."""
 
 import json
+import os
+import time
 
 import numpy as np
 import pytest
@@ -131,6 +133,30 @@ def test_several_processes_make_the_same_tokens(source, broken, encoder, tmp_pat
     assert equal(token_table(source, encoder, Settings(workers=2))[0], token_table(source, encoder)[0])
     with pytest.raises(BadRecord, match="line 4"):
         token_table(broken, encoder, Settings(tmp_path, workers=2))
+
+
+class Dying(AbstractSource):
+    """The process that reads its third record dies, some time after its pipes are gone."""
+
+    name = "dying"
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> Record:
+        if index == 2:
+            os.closerange(0, 100)
+            time.sleep(0.5)
+            os._exit(7)
+        return Record({"text": "x"}, f"record {index}")
+
+    def fingerprint(self) -> str:
+        return "dying"
+
+
+def test_a_process_that_dies_is_named_with_its_exit_code(encoder):
+    with pytest.raises(UserError, match=r"dying: a process that tokenises ended .* \(exit code 7\); most often memory"):
+        token_table(Dying(), encoder, Settings(workers=2))
 
 
 def test_a_limit_takes_records_from_all_over_the_source(source, encoder):

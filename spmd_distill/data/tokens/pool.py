@@ -1,6 +1,7 @@
 """Several processes that encode. They are started as programs of their own, not forked and not by ``multiprocessing``:
 a process with jax's threads must not be forked, and spawning would run an unguarded script of the user's again."""
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -15,6 +16,8 @@ from spmd_distill.data.tokens.chunk import Chunk, Job
 from spmd_distill.errors import UserError
 
 Range = tuple[int, int]
+_ENDING = 10.0
+"""Seconds that a process has to end after it has closed its output."""
 
 
 def chunks_by_processes(job: Job, ranges: Sequence[Range], workers: int) -> Iterator[Chunk]:
@@ -26,16 +29,21 @@ def chunks_by_processes(job: Job, ranges: Sequence[Range], workers: int) -> Iter
     mine = threading.local()
 
     def work(wanted: Range) -> Chunk:
-        if not hasattr(mine, "process"):
-            mine.process = _start(job)
+        first = not hasattr(mine, "process")
+        if first:
+            mine.process = _start()
             processes.append(mine.process)
         process: subprocess.Popen[bytes] = mine.process
         assert process.stdin is not None and process.stdout is not None
         try:
+            if first:
+                pickle.dump(job, process.stdin)
             pickle.dump(wanted, process.stdin)
             process.stdin.flush()
             kind, value = pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_ENDING)  # its pipes close first
             raise UserError(
                 f"{job.source.name}: a process that tokenises ended before its work was done (exit code "
                 f"{process.poll()}); most often memory ran out. Set data.workers to fewer."
@@ -56,20 +64,16 @@ def chunks_by_processes(job: Job, ranges: Sequence[Range], workers: int) -> Iter
             process.communicate()
 
 
-def _start(job: Job) -> "subprocess.Popen[bytes]":
+def _start() -> "subprocess.Popen[bytes]":
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     # One thread each: there are as many processes as cores. And none of them may take an accelerator.
     environment = {**os.environ, "PYTHONPATH": paths, "RAYON_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "spmd_distill.data.tokens.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
     )
-    assert process.stdin is not None
-    pickle.dump(job, process.stdin)
-    process.stdin.flush()
-    return process
 
 
 def answer(job: Job, wanted: Range) -> tuple[str, Any]:
