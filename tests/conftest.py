@@ -27,6 +27,12 @@ _added = [flag for flag in _XLA_FLAGS if flag.split("=")[0] not in _given]
 os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "32")  # threads of XLA's pool: a collective of more devices than threads deadlocks
+for _name in [*os.environ]:  # of whoever starts the tests: a group, a launcher, colours where there is no terminal
+    if _name.startswith("SPMD_DISTILL_") and _name != "SPMD_DISTILL_CACHE":
+        del os.environ[_name]
+for _name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "JAX_ENABLE_X64", "LINES"):
+    os.environ.pop(_name, None)
+os.environ["COLUMNS"] = "80"  # lines break where the tests expect them to
 
 _PACKAGE = Path(__file__).parents[1] / "spmd_distill"
 # Not `types`: its dataclasses are pytrees, and `jax.tree.map` may put specs or names where the arrays were.

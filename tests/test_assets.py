@@ -140,7 +140,7 @@ def test_callers_at_the_same_time_do_not_disturb_each_other(registry, cache):
 
     def download(package: Package, folder: Path) -> None:
         if package.name == "demo-teacher":
-            together.wait(timeout=30)  # all six have found the cache empty
+            together.wait(timeout=600)  # all six have found the cache empty
         registry.download(package, folder)
 
     def call(_: int) -> None:

@@ -332,13 +332,13 @@ for request in channel.requests():
 
 def test_a_worker_answers_in_turn_and_its_end_is_told():
     with Worker([sys.executable, "-c", WORKER], {"PYTHONPATH": str(BENCHMARKS)}) as worker:
-        assert worker.hear(timeout=60) == {"ready": True}
-        answer = worker.ask({"count": 5}, timeout=60)
+        assert worker.hear(timeout=600) == {"ready": True}
+        answer = worker.ask({"count": 5}, timeout=600)
         assert answer["sum"] == 10
         assert 0 <= answer["cpu_s"] < 10
-        assert worker.ask({"count": 7}, timeout=60)["sum"] == 21
+        assert worker.ask({"count": 7}, timeout=600)["sum"] == 21
         with pytest.raises(WorkerFailed, match=r"ended with code 1: seven is too much"):
-            worker.ask({"count": 5}, timeout=60)
+            worker.ask({"count": 5}, timeout=600)
 
 
 def test_a_silent_worker_is_not_waited_for_for_ever():

@@ -123,7 +123,7 @@ def test_sigkill_then_resume_is_bit_for_bit_the_run_that_was_never_killed(finish
     script = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     child = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL, env=dict(os.environ))
     committed = tmp_path / "run" / "checkpoints" / "2" / "manifest.json"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 1200
     while not committed.exists() and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
