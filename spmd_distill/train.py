@@ -115,10 +115,14 @@ def distil(
             result.tokens_per_second,
         )
         summary |= {"exported_step": result.step, "guards": watch.events.totals}
-        if is_first():
+
+        def leave_results() -> None:
             folder.write_json("samples.json", continued)
             plot_curves(folder.path)
             folder.write_json("summary.json", summary)
+
+        # The others wait here: where process 0 takes longer than five minutes to write, JAX would abort who has left.
+        all_or_none(leave_results, first_only=True)
     _show(console, setup, session, result, continued, summary)
     return summary
 
