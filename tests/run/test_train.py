@@ -169,6 +169,29 @@ def test_ctrl_c_saves_and_says_how_to_go_on(finished, tmp_path, monkeypatch):
     assert trace(tmp_path / "run") == trace(expected / "run")
 
 
+INTERRUPTED = """
+import os, signal, sys
+from spmd_distill.cli import command, common
+
+class Loses:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+common.prepare_jax = lambda devices: Loses() and None
+sys.argv = ["spmd-distill", "train", {file!r}]
+command()
+"""
+
+
+def test_ctrl_c_is_not_lost_in_what_is_imported(tmp_path):
+    """As in a callback: an exception in a destructor goes nowhere."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(tiny_run(tmp_path))))
+    script = INTERRUPTED.format(file=str(tmp_path / "run.yaml"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    assert not (tmp_path / "run").exists()
+
+
 BAD = {
     "no such teacher": (["--teacher.path", "missing.gguf"], "missing.gguf"),
     "teacher is text": (["--teacher.path", "notes.txt"], "notes.txt"),
