@@ -1,6 +1,7 @@
 """Whether losses inside the network help: held-out KL of a pruned student by optimizer steps, with and without them.
 
-``python benchmarks/inside.py [--variants NAME ...] [--steps 60] [--folder runs/inside] [--png PATH] [--json PATH]``
+``python benchmarks/inside.py [--variants NAME ...] [--steps 60] [--seed 0] [--folder runs/inside]
+[--png PATH] [--json PATH]``
 trains the demo's student, 12 of SmolLM2-135M-Instruct's 30 layers, on the demo's text, once a variant: the same
 start, the same rows in the same order, the same logit distillation. Each layer of the student is compared with the
 teacher's that it was made of. Every variant is a run folder, is resumed where it was interrupted, and is not run again
@@ -37,12 +38,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0, help="of the order of rows")
     parser.add_argument("--folder", default="runs/inside")
     parser.add_argument("--png", metavar="PATH", help="also as a plot")
     parser.add_argument("--json", metavar="PATH", help="also as JSON; - is stdout")
     options = parser.parse_args()
     curves = measure(options)
-    shared = {"steps": options.steps, "tokens a step": options.rows * options.length}
+    shared = {"steps": options.steps, "seed": options.seed, "tokens a step": options.rows * options.length}
     rows = [
         Row(NAME, OURS, {"objective": name, "step": step, **shared}, "held-out KL", kl, "nats")
         for name, points in curves.items()
@@ -63,7 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[int, float]]:
     from spmd_distill.train import distil
 
     given = ["--mesh=single", f"--steps={options.steps}", "--eval.every=10", "--eval.prompts=[]"]
-    given += [f"--data.length={options.length}", f"--data.rows={options.rows}"]
+    given += [f"--data.length={options.length}", f"--data.rows={options.rows}", f"--seed={options.seed}"]
     layers = parse_config([], run_files_folder() / "cpu.yaml").student.layers
     known, curves = variants(layers), {}
     for name in options.variants or known:

@@ -1,5 +1,6 @@
 """Runs by two processes of four devices each: the same numbers as one of eight, whatever is killed on the way."""
 
+import json
 import os
 import signal
 import subprocess
@@ -23,11 +24,12 @@ from spmd_distill.train import distil
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the processes of a group in /proc")
 NO_PROMPTS = ("--eval.prompts", "[]")
+INSIDE = ("--objective.features", "[{feature: activation_maps, layers: best}]")
 
 
 def launch(folder: Path, cache: Path, *flags: str, resume: bool = False) -> subprocess.Popen:
     """`spmd-distill launch` of the tiny run in ``folder``, its log in ``log``."""
-    config = tiny_run(folder, *flags)
+    config = tiny_run(folder, *INSIDE, *flags)
     (folder / "run.yaml").write_text(yaml.safe_dump(to_dict(config)))
     command = ["train", *(["--resume", str(folder / "run"), *flags] if resume else [str(folder / "run.yaml")])]
     environment = os.environ | {
@@ -101,7 +103,7 @@ def arrays(folder: Path, step: int = 6) -> list[np.ndarray]:
 def alone(tmp_path_factory) -> Path:
     """The run by one process of eight devices."""
     folder = tmp_path_factory.mktemp("alone")
-    distil(tiny_run(folder, *NO_PROMPTS), console=Console(quiet=True))
+    distil(tiny_run(folder, *INSIDE, *NO_PROMPTS), console=Console(quiet=True))
     return folder
 
 
@@ -123,6 +125,14 @@ def test_two_processes_compute_what_one_does(alone, together):
     assert_same_to_rounding(trace(together), trace(alone))
     for one, two in zip(arrays(alone), arrays(together), strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-3, atol=1e-5)
+
+
+def test_a_group_finds_the_layers_that_one_process_does(alone, together):
+    """And compares them: what the traces above hold of it is not 0."""
+    mine, theirs = (json.loads((folder / "run" / "layers.json").read_text()) for folder in (together, alone))
+    assert mine["activation_maps"]["pairs"] == theirs["activation_maps"]["pairs"]
+    np.testing.assert_allclose(mine["activation_maps"]["cka"], theirs["activation_maps"]["cka"], rtol=1e-4)
+    assert all(values["activation_maps"] > 0 for _, split, values in trace(together) if split == "train")
 
 
 def test_process_0_alone_writes(together):
@@ -153,7 +163,7 @@ def test_whoever_is_killed_the_group_goes_on_bit_for_bit(together, cache, tmp_pa
 
 def test_two_processes_go_on_with_what_one_began_under_pmap_and_fsdp(alone, cache, tmp_path):
     flags = ("--mesh=fsdp2_tp4", "--mapper=pmap", "--eval.prompts=[]")
-    train_until_first_checkpoint(tiny_run(tmp_path, *flags))
+    train_until_first_checkpoint(tiny_run(tmp_path, *INSIDE, *flags))
     code, log = ends(launch(tmp_path, cache, *flags, resume=True), tmp_path)
     assert code == 0, log
     assert_same_to_rounding(trace(tmp_path), trace(alone))
