@@ -231,9 +231,14 @@ class Objective:
         draws, (rows, length) = self.support.draws, shape
         if keys is None:
             keys = keys_of_rows(jax.random.fold_in(jax.random.key(0), step), rows, batch_axes)
+        apart = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, _APART)
         draw = lambda key, column: jax.random.uniform(jax.random.fold_in(key, column), (draws,))  # noqa: E731
-        drawn = jax.vmap(jax.vmap(draw, in_axes=(None, 0)), in_axes=(0, None))(keys, jnp.arange(length))
+        drawn = jax.vmap(jax.vmap(draw, in_axes=(None, 0)), in_axes=(0, None))(apart, jnp.arange(length))
         return drawn.reshape(rows * length, draws)
+
+
+_APART = 2**31 - 1
+"""A column that no row has: what is folded into the keys of rows, so that dropout has other keys than the support."""
 
 
 @dataclass(frozen=True)
