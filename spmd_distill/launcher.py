@@ -53,7 +53,7 @@ class Launcher:
         self._lock = threading.Lock()
         self._children: list[subprocess.Popen[bytes]] = []
         self._said: set[str] = set()
-        self._starting = False
+        self._starting, self._missed = False, False
         self._stopping, self._asked = 0, 0
 
     def run(self, command: Callable[[], Sequence[str]]) -> int:
@@ -103,7 +103,7 @@ class Launcher:
                 relays.append(threading.Thread(target=self._relay, args=(number, child.stdout), daemon=True))
                 relays[-1].start()
             self._starting = False
-            begun = not self._stopping
+            begun = not (self._stopping and not self._children) and not self._missed
             failed = self._wait() if begun else None
             self._kill()
         for relay in relays:
@@ -153,6 +153,7 @@ class Launcher:
 
     def _hand_on(self, number: int, _: FrameType | None) -> None:
         self._stopping, self._asked = self._stopping + 1, self._asked or number
+        self._missed = self._missed or self._starting  # nobody is told
         for child in self._children:
             if not self._starting and child.poll() is None:
                 child.send_signal(number if self._stopping == 1 else signal.SIGKILL)

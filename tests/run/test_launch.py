@@ -17,6 +17,8 @@ from spmd_distill.launcher import Group, Launcher, environment, held_port
 
 HEAD = "import os, signal, sys, time; from pathlib import Path; me = int(os.environ['SPMD_DISTILL_PROCESS_ID'])\n"
 
+running: list[Launcher] = []
+
 
 def launch(program: str, *, restarts: int = 2, arguments: tuple[str, ...] = ()) -> tuple[int, list[str], int]:
     """The exit code of a group of three, what it said, and how often it was started."""
@@ -28,7 +30,8 @@ def launch(program: str, *, restarts: int = 2, arguments: tuple[str, ...] = ()) 
 
     group = Group(3, 2, restarts, backoff=0.01, program=(sys.executable, "-c", HEAD + program))
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    code = Launcher(group, said.append).run(command)
+    running.append(Launcher(group, said.append))
+    code = running[-1].run(command)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
     return code, said, len(starts)
 
@@ -128,7 +131,8 @@ while True:
 
 def _signal_once_all_are_there(folder: Path, number: int, times: int) -> None:
     for time_ in range(times):
-        while len(list(folder.iterdir())) < 3 + 3 * time_:  # all have begun; all were told of the first one
+        # all have begun, and the launcher knows; all were told of the first one
+        while len(list(folder.iterdir())) < 3 + 3 * time_ or running[-1]._starting:
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
