@@ -1,7 +1,6 @@
 """Whether losses inside the network help: held-out KL of a pruned student by optimizer steps, with and without them.
 
-``python benchmarks/inside.py [--variants NAME ...] [--steps 60] [--seed 0] [--folder runs/inside]
-[--png PATH] [--json PATH]``
+``python benchmarks/inside.py [--variants NAME ...] [--steps 60] [--seed 0] [--folder DIR] [--png PATH] [--json PATH]``
 trains the demo's student, 12 of SmolLM2-135M-Instruct's 30 layers, on the demo's text, once a variant: the same
 start, the same rows in the same order, the same logit distillation. Each layer of the student is compared with the
 teacher's that it was made of. Every variant is a run folder, is resumed where it was interrupted, and is not run again
