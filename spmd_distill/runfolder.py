@@ -2,14 +2,9 @@
 
 import contextlib
 import fcntl
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -20,21 +15,12 @@ import jax
 import numpy as np
 import yaml
 
-from spmd_distill.errors import UserError
+from spmd_distill.errors import UserError, cannot_write
 
-__all__ = ["RunFolder", "environment", "versions"]
+__all__ = ["RunFolder"]
 
 _TRIES = 20
 """How often the lock of a folder is asked for within a second."""
-
-_DISTRIBUTIONS = {
-    "jax": "jax",
-    "jaxlib": "jaxlib",
-    "flax": "flax",
-    "optax": "optax",
-    "orbax": "orbax-checkpoint",
-    "spmd_distill": "spmd_distill",
-}
 
 
 class RunFolder:
@@ -81,7 +67,7 @@ class RunFolder:
             found = f"found a file at {file}, expected a folder; take --run OTHER"
             raise UserError(f"run folder {run.path}: {found}") from error
         except OSError as error:
-            raise _cannot_write(run.path, error) from error
+            raise cannot_write(run.path, error) from error
         if names:
             shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
             fix = "take --run OTHER" + (", or resume the run that is there" if run.config.exists() else "")
@@ -118,7 +104,7 @@ class RunFolder:
             try:
                 mine = held.enter_context(self._held())
             except OSError as error:
-                raise _cannot_write(self.path, error) from error
+                raise cannot_write(self.path, error) from error
             if not mine:
                 raise self._taken()
             for draft in self.path.glob(".*.tmp"):
@@ -247,7 +233,7 @@ class RunFolder:
             with (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
-            raise _cannot_write(self.path / name, error) from error
+            raise cannot_write(self.path / name, error) from error
 
     def _replace(self, name: str, text: str) -> None:
         target, draft = self.path / name, self.path / f".{name}.{os.getpid()}.tmp"
@@ -261,53 +247,7 @@ class RunFolder:
             finally:
                 draft.unlink(missing_ok=True)
         except OSError as error:
-            raise _cannot_write(target, error) from error
-
-
-def environment() -> dict[str, Any]:
-    """What a run ran on: versions, the platform, and the devices.
-
-    Returns:
-        ``jax jaxlib flax optax orbax spmd_distill python`` -> version, ``platform`` (system and processor),
-        ``backend``, ``processes``, ``devices`` (how many, over all processes), ``device_kind`` and
-        ``device_list`` (names of the devices, in JAX's order), ``command`` (the command line), and ``git`` (commit and
-        whether files differ from it, of the working folder; null where it is in no checkout).
-    """
-    devices = jax.devices()
-    return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "git": _git(),
-        **versions(),
-        "platform": platform.platform(),
-        "backend": jax.default_backend(),
-        "processes": jax.process_count(),
-        "devices": len(devices),
-        "device_kind": devices[0].device_kind,
-        "device_list": [str(device) for device in devices],
-    }
-
-
-def versions() -> dict[str, str]:
-    """The versions that numbers may depend on: ``jax jaxlib flax optax orbax spmd_distill python``."""
-    found = {name: _version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
-    return found | {"python": platform.python_version()}
-
-
-def _git() -> dict[str, Any] | None:
-    def ask(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-
-    try:
-        return {"commit": ask("rev-parse", "HEAD"), "changed": bool(ask("status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"  # a source checkout
+            raise cannot_write(target, error) from error
 
 
 def _plain(value: Any, where: str = "", null_for_nan: bool = False) -> Any:
@@ -328,8 +268,3 @@ def _plain(value: Any, where: str = "", null_for_nan: bool = False) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise TypeError(f"{where}: {type(value).__name__} has no place in a JSON or YAML file")
-
-
-def _cannot_write(path: Path, error: OSError) -> UserError:
-    fix = "free some space, or take --run OTHER"
-    return UserError(f"run folder: cannot write {path}: {error.strerror or error}; {fix}")

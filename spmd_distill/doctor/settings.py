@@ -9,9 +9,10 @@ from spmd_distill.config import RunConfig, parse_config
 from spmd_distill.config.objective import read_terms
 from spmd_distill.config.objective_features import FeatureConfig, read_features, read_layers
 from spmd_distill.doctor.finding import Finding
+from spmd_distill.environment import versions
 from spmd_distill.errors import UserError
 from spmd_distill.resuming import changes
-from spmd_distill.runfolder import RunFolder, versions
+from spmd_distill.runfolder import RunFolder
 from spmd_distill.sharding import MeshLayout
 
 

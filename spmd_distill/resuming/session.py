@@ -8,11 +8,12 @@ from datetime import UTC, datetime
 from spmd_distill.checkpoint import finished_steps, is_of_the_disk, steps_there
 from spmd_distill.config import RunConfig, to_dict
 from spmd_distill.distributed import all_or_none, from_first, is_first
+from spmd_distill.environment import environment
 from spmd_distill.errors import UserError
 from spmd_distill.guards import Interrupted, StopSignal
 from spmd_distill.resuming.halved import recall, remember
 from spmd_distill.resuming.settings import Change, changes, check_changes, saved_settings
-from spmd_distill.runfolder import RunFolder, environment
+from spmd_distill.runfolder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ import yaml
 from rich.console import Console
 from tiny import tiny_run
 
+from spmd_distill.environment import environment
 from spmd_distill.errors import UserError
 from spmd_distill.resuming import Session
-from spmd_distill.runfolder import RunFolder, environment
+from spmd_distill.runfolder import RunFolder
 from spmd_distill.train import distil
 
 
@@ -75,7 +76,7 @@ def test_create_where_a_file_is(tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /sys, which nobody may write")
 def test_create_where_nobody_may_write():
-    with pytest.raises(UserError, match=r"cannot write /sys/kernel/run: .*; free some space, or take --run OTHER"):
+    with pytest.raises(UserError, match=r"/sys/kernel/run: cannot write: .*; free some space, or take another --run"):
         RunFolder.create("/sys/kernel/run", {})
 
 
@@ -85,7 +86,7 @@ def test_create_in_a_folder_that_takes_no_files(tmp_path, monkeypatch):
 
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UserError, match=r"cannot write .*run/config\.yaml: Read-only file system"):
+    with pytest.raises(UserError, match=r"run/config\.yaml: cannot write: Read-only file system"):
         RunFolder.create(tmp_path / "run", {})
 
 
@@ -157,7 +158,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"cannot write .*results\.json: No space left on device"):
+    with pytest.raises(UserError, match=r"results\.json: cannot write: No space left on device"):
         run.write_json("results.json", {"new": 2})
     assert json.loads((run.path / "results.json").read_text()) == {"old": 1}
     assert sorted(os.listdir(run)) == ["config.yaml", "results.json"]
